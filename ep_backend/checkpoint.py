@@ -1,0 +1,162 @@
+"""A small random DeepSeek-V3: every part of the real architecture, the hub's tensor names, a few megabytes.
+
+The same seed writes the same bytes.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SPECIAL_TOKENS = ["<|bos|>", "<|eos|>", "<|pad|>", "<|User|>", "<|Assistant|>"]
+BYTES = 256
+BOS, EOS, PAD = BYTES, BYTES + 1, BYTES + 2
+VOCAB = 288
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ message['content'] }}"
+    "{% elif message['role'] == 'user' %}<|User|>{{ message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}<|Assistant|>{{ message['content'] }}{{ eos_token }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|Assistant|>{% endif %}"
+)
+
+# kv_lora_rank and qk_rope_head_dim are the real model's, for MLA kernels are compiled for those alone.
+# CPU expert kernels want hidden_size and moe_intermediate_size divisible by 32.
+CONFIG: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "ep_size": 1,
+    "first_k_dense_replace": 1,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 256,
+    "initializer_range": 0.02,
+    "intermediate_size": 512,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 512,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 64,
+    "moe_layer_freq": 1,
+    "n_group": 4,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "num_nextn_predict_layers": 0,
+    "pad_token_id": PAD,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": VOCAB,
+}
+
+
+def write_checkpoint(out: Path, seed: int = 0) -> int:
+    """Writes config, tokenizer and weights into the folder `out`; returns the number of parameters."""
+    import torch
+    from safetensors.torch import save_file
+
+    out.mkdir(parents=True, exist_ok=True)
+    _write_json(out / "config.json", CONFIG)
+    _write_json(out / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
+    _write_tokenizer(out)
+    rng = np.random.default_rng(seed)
+    tensors = {
+        name: torch.from_numpy(values.astype(np.float32)).to(_dtype(name)) for name, values in _weights(CONFIG, rng)
+    }
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    return torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
+
+
+def _weights(config: dict[str, Any], rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    def matrix(rows: int, columns: int, gain: float = 1.0) -> np.ndarray[Any, Any]:
+        return rng.standard_normal((rows, columns)) * (gain / np.sqrt(columns))
+
+    def mlp(prefix: str, inner: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+        yield f"{prefix}.gate_proj.weight", matrix(inner, hidden)
+        yield f"{prefix}.up_proj.weight", matrix(inner, hidden)
+        yield f"{prefix}.down_proj.weight", matrix(hidden, inner)
+
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    q_rank, kv_rank = config["q_lora_rank"], config["kv_lora_rank"]
+    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    experts, inner = config["n_routed_experts"], config["moe_intermediate_size"]
+
+    yield "model.embed_tokens.weight", rng.standard_normal((config["vocab_size"], hidden))
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        attention = f"{layer}.self_attn"
+        yield f"{layer}.input_layernorm.weight", np.ones(hidden)
+        yield f"{attention}.q_a_proj.weight", matrix(q_rank, hidden)
+        yield f"{attention}.q_a_layernorm.weight", np.ones(q_rank)
+        yield f"{attention}.q_b_proj.weight", matrix(heads * (nope + rope), q_rank)
+        yield f"{attention}.kv_a_proj_with_mqa.weight", matrix(kv_rank + rope, hidden)
+        yield f"{attention}.kv_a_layernorm.weight", np.ones(kv_rank)
+        yield f"{attention}.kv_b_proj.weight", matrix(heads * (nope + value), kv_rank)
+        yield f"{attention}.o_proj.weight", matrix(hidden, heads * value)
+        yield f"{layer}.post_attention_layernorm.weight", np.ones(hidden)
+        if index < config["first_k_dense_replace"]:
+            yield from mlp(f"{layer}.mlp", config["intermediate_size"])
+            continue
+        yield f"{layer}.mlp.gate.weight", matrix(experts, hidden)
+        yield f"{layer}.mlp.gate.e_score_correction_bias", rng.standard_normal(experts) * 0.01
+        for expert in range(experts):
+            yield from mlp(f"{layer}.mlp.experts.{expert}", inner)
+        yield from mlp(f"{layer}.mlp.shared_experts", inner * config["n_shared_experts"])
+    yield "model.norm.weight", np.ones(hidden)
+    # The gain spreads the logits, so that rounding does not decide which token is the greedy one.
+    yield "lm_head.weight", matrix(config["vocab_size"], hidden, gain=3.0)
+
+
+def _write_tokenizer(out: Path) -> None:
+    """One token a byte, so that any text round-trips and no merges need training."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    reserved = [f"<|reserved_{index}|>" for index in range(VOCAB - BYTES - len(SPECIAL_TOKENS))]
+    tokenizer.add_special_tokens(SPECIAL_TOKENS + reserved)
+    tokenizer.save(str(out / "tokenizer.json"))
+    _write_json(
+        out / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": SPECIAL_TOKENS[0],
+            "eos_token": SPECIAL_TOKENS[1],
+            "pad_token": SPECIAL_TOKENS[2],
+            "model_max_length": CONFIG["max_position_embeddings"],
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
