@@ -1,0 +1,55 @@
+"""Errors a caller can act on. Bad arguments are plain ValueError and TypeError, raised before anything is sent."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WaitRecord:
+    """Who waited for whom when a bounded wait ended. ``expected`` and ``seen`` are (epoch, count) of the signal word."""
+
+    op: str
+    mode: str
+    lane: int
+    epoch: int
+    rank: int
+    peer: int
+    expected: tuple[int, int]
+    seen: tuple[int, int]
+
+    def __str__(self) -> str:
+        fields = ", ".join(f"{k}={v}" for k, v in asdict(self).items() if k != "op")
+        return f"{self.op}: {fields}"
+
+
+class EpError(RuntimeError):
+    """Base of the errors that a buffer raises at run time."""
+
+
+class EpConfigMismatch(EpError):
+    """Ranks asked for different buffers. Raised on every rank by the constructor; nothing was allocated."""
+
+
+class EpRefused(EpError):
+    """A peer refused its arguments of this call before sending. Raised on every rank; the buffer goes on working."""
+
+
+class EpDisagree(EpError):
+    """Ranks called different modes, layouts or payloads in one epoch. The buffer is failed."""
+
+
+class EpTimeout(EpError):
+    """A bounded wait ended. The buffer is failed; ``record`` says who waited for whom."""
+
+    def __init__(self, record: WaitRecord, seconds: float) -> None:
+        super().__init__(
+            f"rank {record.rank} waited {seconds:g} s for rank {record.peer} in {record}. "
+            "The buffer is failed on this rank; find out why that peer stalled, then rebuild it on all ranks "
+            "(a larger timeout_s helps only if the peer was merely slow)"
+        )
+        self.record = record
+
+
+class EpFailed(EpError):
+    """The buffer failed earlier, here or on a peer, and must be rebuilt on all ranks."""

@@ -1,0 +1,88 @@
+"""What a fabric does for the buffer. A call is one dispatch and the combine that answers it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ep_backend.layout import Payload
+from ep_backend.modes import Layout, Mode
+
+if TYPE_CHECKING:
+    import torch
+
+    from ep_backend.stats import BufferStats
+
+
+@dataclass(slots=True)
+class Received:
+    """What a rank got: see :class:`ep_backend.buffer.Dispatched` for shapes."""
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    topk_ids: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    counts: torch.Tensor
+    num_rows: int | None
+
+
+@dataclass(slots=True)
+class Call:
+    """One dispatch and its combine. Tensors are checked, contiguous and on the fabric's device."""
+
+    mode: Mode
+    layout: Layout
+    payload: Payload
+    lane: int
+    epoch: int
+    max_tokens: int
+    x: torch.Tensor  # [T, H] activations, or e4m3 if scales are given
+    scales: torch.Tensor | None  # [T, H/128] fp32 or packed int32, of a caller who quantised
+    ids: torch.Tensor  # [T, K] int32 or int64, -1 for none
+    weights: torch.Tensor  # [T, K] fp32
+    sms: int | None
+    host_counts: bool  # rows are cut to the exact count, which the host waits for
+    received: Received | None = None
+    state: Any = field(default=None)  # the fabric's own
+
+    @property
+    def tokens(self) -> int:
+        return int(self.ids.shape[0])
+
+
+class Fabric(Protocol):
+    """Moves one rank's records. Every wait is bounded by the configuration's timeout and ends in an EpError."""
+
+    device: torch.device
+    stats: BufferStats
+    allocated_bytes: int
+
+    def start_dispatch(self, call: Call) -> None:
+        """Send every record of the call; waits for nobody but in normal mode, which does all its work here."""
+
+    def finish_dispatch(self, call: Call) -> Received:
+        """Wait for every source and place what arrived."""
+
+    def start_combine(self, call: Call, y: torch.Tensor) -> None:
+        """Send every partial sum of the call (all ranks have called dispatch)."""
+
+    def finish_combine(self, call: Call, out: torch.Tensor) -> None:
+        """Wait for every partial sum and add them into ``out`` [T, H]."""
+
+    def refuse(self, lane: int, epoch: int, reason: str) -> None:
+        """Tell every peer that this rank will not take part in the lane's epoch."""
+
+    def executed(self) -> tuple[Mode | None, int]:
+        """Mode and epoch of the last dispatch, from the record of whatever carried it out."""
+
+    def abort(self, reason: str) -> None:
+        """Fail the buffer on every rank that can be reached."""
+
+    def failure(self) -> str | None:
+        """Why the buffer is failed, or None."""
+
+    def transports(self) -> dict[str, list[int]]:
+        """Peers by the way they are reached: "local", "scale_up", "scale_out"."""
+
+    def destroy(self) -> None:
+        """Release everything; bounded, never raises for a missing peer."""

@@ -1,0 +1,64 @@
+"""Counters of one rank's buffer, kept where bytes are written."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+PATHS = ("local", "scale_up", "scale_out", "forwarded")  # forwarded: written by a relay for another rank
+
+
+@dataclass
+class OpStats:
+    """One operation of one mode. ``forwarded`` counts on top of the path that the record took."""
+
+    calls: int = 0
+    records: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PATHS, 0))
+    bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PATHS, 0))
+
+    def count(self, path: str, records: int, nbytes: int) -> None:
+        self.records[path] += records
+        self.bytes[path] += nbytes
+
+
+@dataclass
+class ModeStats:
+    """Both operations of one mode and the tokens that entered dispatch."""
+
+    dispatch: OpStats = field(default_factory=OpStats)
+    combine: OpStats = field(default_factory=OpStats)
+    tokens: int = 0
+    slots_high_water: int = 0  # most tokens one call dispatched; compare with max_tokens
+
+
+@dataclass
+class BufferStats:
+    """Everything a rank counts. Times are seconds."""
+
+    modes: dict[str, ModeStats] = field(default_factory=dict)
+    wait_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # by peer waited for
+    expert_rows: list[int] = field(default_factory=list)  # received rows by local expert
+
+    def mode(self, name: str) -> ModeStats:
+        return self.modes.setdefault(name, ModeStats())
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready: modes -> {dispatches, combines, tokens, records, bytes, combine_records, combine_bytes}."""
+        return {
+            "modes": {
+                name: {
+                    "dispatches": m.dispatch.calls,
+                    "combines": m.combine.calls,
+                    "tokens": m.tokens,
+                    "slots_high_water": m.slots_high_water,
+                    "records": dict(m.dispatch.records),
+                    "bytes": dict(m.dispatch.bytes),
+                    "combine_records": dict(m.combine.records),
+                    "combine_bytes": dict(m.combine.bytes),
+                }
+                for name, m in self.modes.items()
+            },
+            "wait_s": {str(peer): s for peer, s in self.wait_s.items()},
+            "expert_rows": list(self.expert_rows),
+        }
