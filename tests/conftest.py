@@ -1,0 +1,41 @@
+"""Fixtures that several test folders share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `tests.core...`, here and in workers
+
+NVSHMEM = pytest.param("nvshmem", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Any]:
+    """``ranks(size, fabric="host")``: a pool of worker processes, kept over the session."""
+    from tests.core.pool import pools
+
+    with pools() as made:
+        yield made
+
+
+@pytest.fixture(params=["host", NVSHMEM])
+def fabric(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [i for i in items if i.get_closest_marker("gpu") or i.get_closest_marker("multigpu")]
+    if not marked:
+        return
+    import torch
+
+    found = torch.cuda.device_count()
+    for item in marked:
+        need = 2 if item.get_closest_marker("multigpu") else 1
+        if found < need:
+            item.add_marker(pytest.mark.skip(reason=f"needs {need} CUDA devices, found {found}"))

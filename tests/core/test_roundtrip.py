@@ -1,0 +1,144 @@
+"""Every mode, layout, payload and topology against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ep_backend.routing import KINDS
+from tests.core import oracle
+from tests.core.pool import World, modes
+from tests.core.rounds import Round
+
+# ranks, gpus_per_node: one node, and virtual nodes so that both hops exist
+TOPOLOGIES = [(1, 1), (2, 2), (3, 3), (4, 4), (6, 6), (8, 8), (2, 1), (3, 1)]
+TOPOLOGIES += [(4, 2), (8, 4), (8, 2), (6, 2), (6, 3)]
+MODES = ("normal", "direct", "low_latency", "hybrid")
+
+
+def uneven(ranks: int, turn: int, limit: int = 12) -> list[int]:
+    """Tokens by rank: all full, then from none to full over the ranks, turned by ``turn``."""
+    if turn % 4 == 0:
+        return [limit] * ranks
+    return [(r + turn) * 5 % (limit + 1) for r in range(ranks)]
+
+
+def payloads(world: World) -> tuple[str, ...]:
+    given = oracle.PAYLOADS if world.fabric == "host" else ("bf16", "fp8", "fp8_ue8m0")
+    return given + tuple(oracle.CASTS)
+
+
+def every_routing(world: World, mode: str, gpus_per_node: int) -> int:
+    buffer = world.buffer(gpus_per_node=gpus_per_node)
+    done = 0
+    for turn, kind in enumerate(KINDS):
+        for layout in ("compact", "masked"):
+            for payload in payloads(world):
+                case = oracle.make_case(done, uneven(world.size, turn), kind=kind)
+                Round(world, buffer, case, mode, layout=layout, payload=payload, lane=done % 2).run()
+                done += 1
+    return done
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size,gpus", TOPOLOGIES, ids=[f"{r}ranks-{g}" for r, g in TOPOLOGIES])
+def test_every_layout_payload_and_routing(
+    ranks: Any, fabric: str, mode: str, size: int, gpus: int
+) -> None:
+    if fabric == "nvshmem" and (mode not in modes(fabric) or size not in (1, 2, 4)):
+        pytest.skip("the nvshmem fabric has no such mode yet, or one GPU holds no so many PEs")
+    done = ranks(size, fabric).run(every_routing, mode, gpus, timeout=200)
+    assert set(done) == {len(KINDS) * 2 * (6 if fabric == "host" else 5)}
+
+
+def some_top_k(world: World, mode: str, top_k: int) -> None:
+    per_expert = "per_expert" if mode == "low_latency" and top_k % 2 else "auto"
+    with world.make(
+        top_k=top_k, num_experts=48, hidden=128, low_latency_form=per_expert, gpus_per_node=2
+    ) as buffer:
+        for seed, kind in enumerate(("uniform", "duplicates", "holes")):
+            case = oracle.make_case(
+                seed, [12, 5, 0, 1], kind=kind, experts=48, top_k=top_k, hidden=128
+            )
+            Round(world, buffer, case, mode).run()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("top_k", [1, 2, 6, 8, 9, 11, 12, 16, 32])
+def test_top_k(ranks: Any, mode: str, top_k: int) -> None:
+    ranks(4).run(some_top_k, mode, top_k)
+
+
+def some_hidden(world: World, hidden: int) -> None:
+    with world.make(hidden=hidden, payloads=("bf16",)) as buffer:
+        for mode in modes(world.fabric):
+            case = oracle.make_case(hidden, [3, 12], hidden=hidden)
+            Round(world, buffer, case, mode).run()
+
+
+HIDDEN = [8, 64, 512, 1000, 1024, 1536, 2048, 2880, 3072, 3584, 4096, 5120, 6144, 7168, 8192]
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_hidden_has_no_blessed_sizes(ranks: Any, fabric: str, hidden: int) -> None:
+    ranks(2, fabric).run(some_hidden, hidden)
+
+
+def some_local_experts(world: World, local: int) -> None:
+    experts = local * world.size
+    with world.make(num_experts=experts, top_k=1, hidden=128) as buffer:
+        for mode in modes(world.fabric):
+            case = oracle.make_case(local, [12, 2], experts=experts, top_k=1, hidden=128)
+            Round(world, buffer, case, mode).run()
+
+
+@pytest.mark.parametrize("local", [1, 2, 33, 64, 72, 128])
+def test_local_experts(ranks: Any, fabric: str, local: int) -> None:
+    ranks(2, fabric).run(some_local_experts, local)
+
+
+def few_tokens(world: World) -> None:
+    buffer = world.buffer()
+    for mode in modes(world.fabric):
+        for tokens in ([0, 0], [1, 0], [0, 12], [2, 3], [0, 0], [12, 12]):
+            for payload in ("bf16", "fp8", "fp8_cast"):
+                case = oracle.make_case(sum(tokens), tokens)
+                done = Round(world, buffer, case, mode, payload=payload).run()
+                assert done.out is not None and done.out.shape == (tokens[world.rank], 256)
+
+
+def test_empty_and_tiny_batches(ranks: Any, fabric: str) -> None:
+    ranks(2, fabric).run(few_tokens)
+
+
+def both_id_types(world: World) -> None:
+    buffer = world.buffer()
+    for mode in modes(world.fabric):
+        case = oracle.make_case(7, [9, 4], kind="holes")
+        wide = Round(world, buffer, case, mode).run()
+        narrow = Round(world, buffer, case, mode, ids_dtype=torch.int32).run()
+        assert wide.out is not None and narrow.out is not None
+        assert torch.equal(wide.out, narrow.out), mode
+
+
+def test_ids_of_either_width_give_the_same_bits(ranks: Any, fabric: str) -> None:
+    ranks(2, fabric).run(both_id_types)
+
+
+def no_host_counts(world: World) -> None:
+    buffer = world.buffer()
+    for mode in modes(world.fabric):
+        for tokens in ([5, 12], [0, 0], [12, 0]):
+            case = oracle.make_case(1, tokens, kind="holes")
+            done = Round(
+                world, buffer, case, mode, layout="compact", host_counts=False
+            ).run()
+            if mode != "normal":
+                assert done.got.num_rows is None
+                assert len(done.got.rows) == 2 * 12
+
+
+def test_rows_uncut_without_the_host_count(ranks: Any, fabric: str) -> None:
+    ranks(2, fabric).run(no_host_counts)
