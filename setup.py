@@ -16,12 +16,12 @@ BUILDER = ROOT / "kernels" / "build.py"
 def compile_images(out_dir: Path) -> None:
     choice = os.environ.get("EP_CUDA", "auto")
     if choice not in ("0", "1", "auto"):
-        raise SystemExit(f"EP_CUDA={choice!r}: must be 0 (never compile), 1 (compile or fail) or unset (compile if nvcc is there)")
+        raise SystemExit(f"EP_CUDA={choice!r}: must be 0 (never compile), 1 (compile or fail) or unset (compile if nvcc is)")
     if choice == "0" or not BUILDER.exists():
         return
     if shutil.which("nvcc") is None:
         if choice == "1":
-            raise SystemExit("EP_CUDA=1 but nvcc is not on PATH: add the CUDA toolkit's bin directory to PATH, or set EP_CUDA=0")
+            raise SystemExit("EP_CUDA=1 but nvcc is not on PATH: add the CUDA toolkit's bin folder to PATH, or set EP_CUDA=0")
         return
     try:
         runpy.run_path(str(BUILDER))["build"](out_dir)

@@ -81,9 +81,7 @@ def write_checkpoint(out: Path, seed: int = 0) -> int:
     _write_json(out / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
     _write_tokenizer(out)
     rng = np.random.default_rng(seed)
-    tensors = {
-        name: torch.from_numpy(values.astype(np.float32)).to(_dtype(name)) for name, values in _weights(CONFIG, rng)
-    }
+    tensors = {name: torch.from_numpy(values.astype(np.float32)).to(_dtype(name)) for name, values in _weights(CONFIG, rng)}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return sum(tensor.numel() for tensor in tensors.values())
 
@@ -96,7 +94,8 @@ def _dtype(name: str) -> Any:
 
 def _weights(config: dict[str, Any], rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     def matrix(rows: int, columns: int, gain: float = 1.0) -> np.ndarray[Any, Any]:
-        return rng.standard_normal((rows, columns)) * (gain / np.sqrt(columns))
+        values: np.ndarray[Any, Any] = rng.standard_normal((rows, columns)) * (gain / np.sqrt(columns))
+        return values
 
     def mlp(prefix: str, inner: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
         yield f"{prefix}.gate_proj.weight", matrix(inner, hidden)

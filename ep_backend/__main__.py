@@ -1,0 +1,3 @@
+from ep_backend.cli import main
+
+main()

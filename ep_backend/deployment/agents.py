@@ -1,0 +1,59 @@
+"""Asks the agents in the engine's ranks what their buffers did."""
+
+import httpx
+from pydantic import BaseModel
+
+from ep_backend.deployment.state import InstanceState, RunState
+
+PATHS = ("local", "scale_up", "scale_out", "forwarded")
+TIMEOUT_S = 10.0
+
+
+class ModeCounters(BaseModel):
+    dispatches: int = 0
+    combines: int = 0
+    records: dict[str, int] = {}
+    bytes: dict[str, int] = {}
+
+    def since(self, before: "ModeCounters") -> "ModeCounters":
+        return ModeCounters(
+            dispatches=self.dispatches - before.dispatches,
+            combines=self.combines - before.combines,
+            records={path: count - before.records.get(path, 0) for path, count in self.records.items()},
+            bytes={path: count - before.bytes.get(path, 0) for path, count in self.bytes.items()},
+        )
+
+
+class RankStatus(BaseModel):
+    """One rank's answer; `error` says why there is none."""
+
+    agent: str
+    role: str | None = None
+    rank: int = -1
+    world_size: int = 0
+    pid: int = 0
+    mode_desired: str | None = None
+    mode_executed: str | None = None
+    epoch: int | None = None
+    failed: str | None = None
+    modes: dict[str, ModeCounters] = {}
+    error: str | None = None
+
+
+def rank_statuses(instance: InstanceState, key: str | None) -> list[RankStatus]:
+    """The answers of an instance's ranks, in rank order."""
+    return [_ask(agent, instance, key) for agent in instance.agents]
+
+
+def all_statuses(state: RunState) -> list[RankStatus]:
+    return [status for instance in state.instances for status in rank_statuses(instance, state.key)]
+
+
+def _ask(agent: str, instance: InstanceState, key: str | None) -> RankStatus:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        response = httpx.get(f"{agent}/status", headers=headers, timeout=TIMEOUT_S)
+        response.raise_for_status()
+        return RankStatus.model_validate({**response.json(), "agent": agent})
+    except (httpx.HTTPError, ValueError) as error:
+        return RankStatus(agent=agent, role=instance.role, error=f"{type(error).__name__}: {error}")

@@ -1,0 +1,93 @@
+"""up, down, ask and status, as the command line and the demo use them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from ep_backend.deployment.checks import check_port_free
+from ep_backend.deployment.load import load
+from ep_backend.deployment.problems import DeploymentError
+from ep_backend.deployment.processes import session_members, shared_memory_of, start_ticks, stop_sessions
+from ep_backend.deployment.state import RunState, read_state, remove_state, run_dir
+from ep_backend.deployment.supervisor import Supervisor
+from ep_backend.deployment.view import Progress
+
+POLL_S = 0.2
+
+
+class NotRunning(Exception):
+    """The deployment that a command is for does not run."""
+
+
+def up(file: Path, console: Console) -> None:
+    """Runs the deployment until ctrl-C. Raises DeploymentError before loading, InstanceFailed after."""
+    loaded = load(file)
+    state = read_state(loaded.deployment.name)
+    if state is not None and state.phase != "failed":
+        raise DeploymentError([f"{state.name} runs already (process {state.pid}); `ep-backend down {file}` stops it"])
+    if problems := check_port_free(loaded.deployment):
+        raise loaded.error(problems)
+    with Progress(console) as progress:
+        Supervisor(loaded.deployment, progress.update).run()
+
+
+def up_detached(file: Path, console: Console) -> RunState:
+    """Starts the deployment in the background and returns once it serves. Raises as `up` does."""
+    deployment = load(file).deployment
+    folder = run_dir(deployment.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "up.log"
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "ep_backend", "up", str(file)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        with Progress(console) as progress:
+            while child.poll() is None:
+                state = read_state(deployment.name)
+                if state is not None and state.pid == child.pid:
+                    progress.update(state)
+                    if state.phase == "ready":
+                        return state
+                time.sleep(POLL_S)
+    except BaseException:
+        child.send_signal(signal.SIGTERM)
+        child.wait(deployment.target.stop_timeout_s + 15.0)
+        raise
+    raise DeploymentError([log.read_text(errors="replace").strip() or f"up ended with status {child.returncode}"])
+
+
+def down(name: str) -> bool:
+    """Stops a deployment, also one whose supervisor was killed. False if none ran."""
+    state = read_state(name)
+    if state is None:
+        return False
+    leaders = [instance.pid for instance in state.instances]
+    if start_ticks(state.pid) == state.start_ticks:
+        os.kill(state.pid, signal.SIGTERM)
+        deadline = time.monotonic() + 60.0
+        while start_ticks(state.pid) == state.start_ticks and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+    stop_sessions(leaders, shared_memory_of(session_members(leaders)), grace_s=20.0)
+    remove_state(name)
+    return True
+
+
+def running(name: str) -> RunState:
+    state = read_state(name)
+    if state is None:
+        raise NotRunning(f"deployment {name} does not run; start it with `ep-backend up FILE`")
+    if state.phase == "failed":
+        raise NotRunning(f"deployment {name} failed: {state.error}")
+    if start_ticks(state.pid) != state.start_ticks:
+        raise NotRunning(f"deployment {name} lost its supervisor (process {state.pid}); `ep-backend down FILE` cleans up")
+    return state

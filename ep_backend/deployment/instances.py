@@ -1,0 +1,156 @@
+"""Turns a deployment into the processes to start: command lines, environment and the settings that the plug-in reads."""
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue
+
+from ep_backend.deployment.checks import batch_limit
+from ep_backend.deployment.processes import free_ports
+from ep_backend.deployment.schema import Deployment, Role, RoleName, modes_of
+
+SETTINGS_VARIABLE = "EP_BACKEND_SETTINGS"
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One process to start. `health` is asked until it answers 200; a headless launch has none."""
+
+    name: str
+    role: RoleName | None
+    command: list[str]
+    env: dict[str, str] = field(default_factory=dict)
+    health: str | None = None
+    agents: list[str] = field(default_factory=list)
+
+
+def engine_instances(deployment: Deployment, folder: Path) -> list[Instance]:
+    """The engine launches of every role; writes their settings files into `folder`."""
+    instances = []
+    for name, role in deployment.roles.items():
+        instances += _role_instances(deployment, name, role, folder)
+    return instances
+
+
+def router_instance(deployment: Deployment, engines: list[Instance]) -> Instance | None:
+    """vllm-router before a prefill/decode pair; a unified instance is its own address."""
+    if deployment.roles.unified is not None:
+        return None
+    bases = {engine.role: _base(engine.health) for engine in engines if engine.health}
+    router = deployment.router
+    command = [
+        *[_program("vllm-router"), "--host", router.host, "--port", str(router.port)],
+        *["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"],
+        *["--prefill", bases["prefill"], "--decode", bases["decode"]],
+        # A retry would repeat a request whose engine has just died, and hide that.
+        *["--disable-retries", "--prometheus-port", str(free_ports(1))],
+    ]
+    return Instance("router", None, command, health=f"http://{router.host}:{router.port}/health")
+
+
+def _role_instances(deployment: Deployment, name: RoleName, role: Role, folder: Path) -> list[Instance]:
+    agent_port = free_ports(role.ep_size)
+    settings = folder / f"{name}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    settings.touch(mode=0o600)
+    settings.write_text(json.dumps(_settings(deployment, name, role, agent_port), indent=2))
+    unified = name == "unified"
+    host, port = (deployment.router.host, deployment.router.port) if unified else ("127.0.0.1", free_ports(1))
+    agents = [f"http://{deployment.control.host}:{agent_port + rank}" for rank in range(role.ep_size)]
+    env = {**role.env, SETTINGS_VARIABLE: str(settings)}
+    if not unified:
+        env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(role.data_parallel))
+    command = [
+        *[_program("vllm"), "serve", str(deployment.model.path)],
+        *["--served-model-name", deployment.model.served_name],
+        *["--enable-expert-parallel", "--all2all-backend", "ep_backend"],
+        *["--data-parallel-size", str(role.data_parallel)],
+        *(["--enable-dbo"] if role.ep.overlap == "dbo" else []),
+        *([] if unified else ["--kv-transfer-config", json.dumps(_kv_transfer(deployment, name))]),
+        *_flags(role.flags),
+    ]
+    head = ["--host", host, "--port", str(port)]
+    health = f"http://{host}:{port}/health"
+    if role.nodes == 1:
+        return [Instance(name, name, [*command, *head], env, health, agents)]
+    local, rpc_port = role.data_parallel // role.nodes, free_ports(1)
+    command += ["--data-parallel-size-local", str(local)]
+    command += ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(rpc_port)]
+    headless = [
+        Instance(
+            f"{name}-node{node}",
+            name,
+            [*_without(command, "--api-server-count"), "--headless", "--data-parallel-start-rank", str(node * local)],
+            env,
+        )
+        for node in range(1, role.nodes)
+    ]
+    return [Instance(f"{name}-node0", name, [*command, *head], env, health, agents), *headless]
+
+
+def _settings(deployment: Deployment, name: RoleName, role: Role, agent_port: int) -> dict[str, Any]:
+    ep = role.ep
+    capacity = ep.max_tokens or batch_limit(role)
+    virtual_node = ep.gpus_per_node or deployment.topology.gpus_per_node
+    if virtual_node is None and role.nodes > 1:
+        virtual_node = role.ep_size // role.nodes
+    return {
+        "deployment": deployment.name,
+        "role": name,
+        "mode": ep.mode,
+        "max_tokens": {mode.value: capacity for mode in modes_of(name, ep.mode)},
+        "lanes": ep.lanes,
+        "timeout_s": ep.timeout_s,
+        "gpus_per_node": virtual_node,
+        "fp8": ep.fp8,
+        "sms": ep.sms,
+        "agent_host": deployment.control.host,
+        "agent_port": agent_port,
+        "agent_key": deployment.control.key,
+    }
+
+
+def _kv_transfer(deployment: Deployment, name: RoleName) -> dict[str, str]:
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_producer" if name == "prefill" else "kv_consumer",
+        "kv_buffer_device": deployment.topology.device,
+    }
+
+
+def _flags(flags: dict[str, JsonValue]) -> list[str]:
+    words: list[str] = []
+    for flag, value in flags.items():
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, dict):
+            words += [f"--{flag}", json.dumps(value)]
+        elif isinstance(value, list):
+            words += [f"--{flag}", *map(str, value)]
+        else:
+            words += [f"--{flag}", str(value)]
+    return words
+
+
+def _without(command: list[str], flag: str) -> list[str]:
+    if flag not in command:
+        return command
+    at = command.index(flag)
+    return command[:at] + command[at + 2 :]
+
+
+def _program(name: str) -> str:
+    """A program of this Python's environment, or else one on PATH."""
+    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if found is None:
+        raise FileNotFoundError(f"{name} is not installed: `pip install {name}` in this environment, or use `./ep`")
+    return found
+
+
+def _base(url: str | None) -> str:
+    return (url or "").removesuffix("/health")

@@ -1,0 +1,32 @@
+"""Reads engine logs: what an instance is doing, and why it died."""
+
+import re
+from pathlib import Path
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_PREFIX = re.compile(r"^(\([^)]*\)\s*)?([A-Z]+ \d\d-\d\d [\d:]+ )?(\[[^\]]+\]\s*)?")
+_ERROR = re.compile(r"^[\w.]*(Error|Exception|Mismatch|Timeout)\b\S*: \S|^(Segmentation fault|Fatal|error:)|: error: ")
+TAIL_BYTES = 200_000
+
+
+def last_line(log: Path) -> str:
+    lines = _tail(log)
+    return lines[-1] if lines else ""
+
+
+def last_errors(log: Path, limit: int = 6) -> list[str]:
+    """The distinct error lines at the end of a log; its last lines if it names no error."""
+    lines = _tail(log)
+    errors = list(dict.fromkeys(line for line in lines if _ERROR.search(line)))
+    return errors[-limit:] or lines[-limit:]
+
+
+def _tail(log: Path) -> list[str]:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    lines = (_PREFIX.sub("", _ANSI.sub("", line)).strip() for line in text.splitlines())
+    return [line for line in lines if line]

@@ -1,0 +1,97 @@
+"""Process sessions and the shared memory they map, from /proc, so that stopping a deployment leaves nothing behind.
+
+Each instance is started in a session of its own: whatever it spawns stays in that session, also after its parent died.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Collection
+from pathlib import Path
+from random import randrange
+
+SHARED_MEMORY = "/dev/shm/"
+POLL_S = 0.1
+
+
+def start_ticks(pid: int) -> int | None:
+    """When the process started, in kernel ticks: tells a process from a later one of the same id. None if it is gone."""
+    fields = _stat_fields(pid)
+    return None if fields is None or fields[0] in "ZX" else int(fields[19])
+
+
+def session_members(leaders: Collection[int]) -> list[int]:
+    """The living processes of the sessions with these leaders."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            fields = _stat_fields(int(entry.name))
+            if fields is not None and fields[0] not in "ZX" and int(fields[3]) in leaders:
+                members.append(int(entry.name))
+    return members
+
+
+def shared_memory_of(pids: Collection[int]) -> set[Path]:
+    """The files in shared memory that these processes map."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                _, slash, name = line.partition(SHARED_MEMORY)
+                if slash and not name.endswith(" (deleted)"):
+                    found.add(Path(SHARED_MEMORY + name))
+    return found
+
+
+def stop_sessions(leaders: Collection[int], shared: set[Path], grace_s: float) -> None:
+    """Asks the leaders to stop, kills after `grace_s` what is left, then removes shared memory that outlived its users."""
+    shared = shared | shared_memory_of(session_members(leaders))
+    _signal(leaders, signal.SIGTERM)
+    if not _wait_gone(leaders, grace_s):
+        _signal(session_members(leaders), signal.SIGKILL)
+        _wait_gone(leaders, 10.0)
+    for file in shared:
+        file.unlink(missing_ok=True)
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` consecutive free ports, below the range from which the system serves outgoing connections."""
+    for _ in range(100):
+        base = randrange(12000, 32000 - count)
+        if all(_is_free(base + offset) for offset in range(count)):
+            return base
+    raise OSError(f"no {count} consecutive free ports between 12000 and 32000 in 100 tries")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def _stat_fields(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat after the name, from the state on."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _signal(pids: Collection[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _wait_gone(leaders: Collection[int], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    orphans_asked = False
+    while members := session_members(leaders):
+        if time.monotonic() > deadline:
+            return False
+        if not orphans_asked and not set(members) & set(leaders):
+            _signal(members, signal.SIGTERM)
+            orphans_asked = True
+        time.sleep(POLL_S)
+    return True

@@ -1,0 +1,71 @@
+"""What a running deployment writes about itself, and where."""
+
+import os
+import time
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from ep_backend.deployment.schema import RoleName
+
+Phase = Literal["starting", "ready", "stopping", "failed"]
+
+
+class InstanceState(BaseModel):
+    """One process group of the deployment: a launch of an engine, or the router."""
+
+    name: str
+    role: RoleName | None
+    log: Path
+    agents: list[str] = []
+    pid: int = 0
+    ready_after_s: float | None = None
+
+
+class RunState(BaseModel):
+    model_config = ConfigDict(validate_assignment=True)
+
+    name: str
+    pid: int
+    start_ticks: int
+    phase: Phase = "starting"
+    started_at: float
+    url: str
+    served_name: str
+    key: str | None = None
+    instances: list[InstanceState] = []
+    error: str | None = None
+
+    def of(self, role: RoleName) -> list[InstanceState]:
+        return [instance for instance in self.instances if instance.role == role]
+
+
+def run_dir(name: str) -> Path:
+    """Settings, logs and state of one deployment, below the current folder."""
+    return Path.cwd() / ".ep" / "run" / name
+
+
+def write_state(state: RunState) -> None:
+    """Atomic, for others read it at any moment; private, for it may hold the control key."""
+    file = run_dir(state.name) / "state.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(".tmp")
+    draft.touch(mode=0o600)
+    draft.write_text(state.model_dump_json(indent=2))
+    os.replace(draft, file)
+
+
+def read_state(name: str) -> RunState | None:
+    try:
+        return RunState.model_validate_json((run_dir(name) / "state.json").read_text())
+    except FileNotFoundError:
+        return None
+
+
+def remove_state(name: str) -> None:
+    (run_dir(name) / "state.json").unlink(missing_ok=True)
+
+
+def seconds_since(moment: float) -> float:
+    return time.time() - moment

@@ -1,0 +1,178 @@
+"""Runs a deployment in this process: starts its instances, waits until they serve, and stops all if one dies."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+
+from ep_backend.deployment.agents import rank_statuses
+from ep_backend.deployment.instances import Instance, engine_instances, router_instance
+from ep_backend.deployment.logs import last_errors
+from ep_backend.deployment.processes import session_members, shared_memory_of, start_ticks, stop_sessions
+from ep_backend.deployment.schema import Deployment
+from ep_backend.deployment.state import InstanceState, RunState, remove_state, run_dir, write_state
+
+POLL_S = 0.5
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+OnChange = Callable[[RunState], None]
+
+
+class InstanceFailed(Exception):
+    """An instance ended or did not come up; the message names its log and the last error lines in it."""
+
+    def __init__(self, instance: InstanceState, what: str) -> None:
+        lines = "".join(f"\n    {line}" for line in last_errors(instance.log))
+        super().__init__(f"{instance.name} {what}; its log {instance.log} ends with:{lines}")
+
+
+class Stopped(Exception):
+    """A signal asked for the end."""
+
+
+class Supervisor:
+    def __init__(self, deployment: Deployment, on_change: OnChange) -> None:
+        router = deployment.router
+        self.deployment = deployment
+        self.on_change = on_change
+        self.folder = run_dir(deployment.name)
+        self.children: list[subprocess.Popen[bytes]] = []
+        self.rank_pids: dict[int, InstanceState] = {}
+        self.shared: set[Path] = set()
+        self.stop_asked = threading.Event()
+        self.state = RunState(
+            name=deployment.name,
+            pid=os.getpid(),
+            start_ticks=start_ticks(os.getpid()) or 0,
+            started_at=time.time(),
+            url=f"http://{router.host}:{router.port}",
+            served_name=deployment.model.served_name,
+            key=deployment.control.key,
+        )
+
+    def run(self) -> None:
+        """Serves until a signal or a failure. Raises InstanceFailed; nothing is left running either way."""
+        with _signals_set(self.stop_asked):
+            try:
+                self._start()
+                while True:
+                    self._wait_a_moment()
+            except Stopped:
+                self._stop()
+                remove_state(self.state.name)
+            except Exception as error:
+                self._stop()
+                self._enter("failed", str(error))
+                raise
+
+    def _start(self) -> None:
+        self._enter("starting")
+        engines = engine_instances(self.deployment, self.folder)
+        router = router_instance(self.deployment, engines)
+        self._launch(engines)
+        self._wait_healthy(engines)
+        if router is not None:
+            self._launch([router])
+            self._wait_healthy([router])
+        self._note_ranks()
+        self.shared |= shared_memory_of(session_members(self._leaders()))
+        self._enter("ready")
+
+    def _launch(self, instances: list[Instance]) -> None:
+        for instance in instances:
+            log = self.folder / f"{instance.name}.log"
+            with log.open("wb") as output:
+                child = subprocess.Popen(
+                    instance.command,
+                    env={**os.environ, **instance.env},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            self.children.append(child)
+            self.state.instances.append(
+                InstanceState(name=instance.name, role=instance.role, log=log, agents=instance.agents, pid=child.pid)
+            )
+        self._changed()
+
+    def _wait_healthy(self, instances: list[Instance]) -> None:
+        limit = self.deployment.target.start_timeout_s
+        deadline = time.monotonic() + limit
+        waiting = {instance.name: instance.health for instance in instances if instance.health}
+        while waiting:
+            for state in self.state.instances:
+                health = waiting.get(state.name)
+                if health and _answers(health):
+                    state.ready_after_s = time.time() - self.state.started_at
+                    del waiting[state.name]
+                elif health and time.monotonic() > deadline:
+                    raise InstanceFailed(state, f"did not serve within target.start_timeout_s = {limit:g}")
+            self._changed()
+            self._wait_a_moment()
+
+    def _note_ranks(self) -> None:
+        for instance in self.state.instances:
+            for status in rank_statuses(instance, self.state.key):
+                if status.error is not None:
+                    raise InstanceFailed(instance, f"serves, but its agent {status.agent} does not: {status.error}")
+                self.rank_pids[status.pid] = instance
+
+    def _wait_a_moment(self) -> None:
+        """Raises Stopped if a signal came, InstanceFailed if a process died."""
+        if self.stop_asked.wait(POLL_S):
+            raise Stopped
+        for child, instance in zip(self.children, self.state.instances, strict=True):
+            code = child.poll()
+            if code is not None:
+                raise InstanceFailed(instance, _how_it_ended(code))
+        for pid, instance in self.rank_pids.items():
+            if start_ticks(pid) is None:
+                raise InstanceFailed(instance, f"lost a rank (process {pid} is gone)")
+
+    def _stop(self) -> None:
+        self._enter("stopping")
+        stop_sessions(self._leaders(), self.shared, self.deployment.target.stop_timeout_s)
+        for child in self.children:
+            child.poll()
+
+    def _leaders(self) -> list[int]:
+        return [child.pid for child in self.children]
+
+    def _enter(self, phase: str, error: str | None = None) -> None:
+        self.state = self.state.model_copy(update={"phase": phase, "error": error})
+        self._changed()
+
+    def _changed(self) -> None:
+        write_state(self.state)
+        self.on_change(self.state)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5.0).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"exited with status {code}"
+    return f"was ended by {signal.Signals(-code).name}"
+
+
+@contextlib.contextmanager
+def _signals_set(event: threading.Event) -> Iterator[None]:
+    """A signal only leaves a mark, so that it never interrupts between starting a process and noting it."""
+    before = {number: signal.signal(number, lambda *_: event.set()) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
