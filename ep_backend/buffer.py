@@ -201,10 +201,7 @@ class EpBuffer:
                 f"{mode.value}: {tokens} tokens a rank, {tokens * c.ranks} in total, "
                 f"dispatch {need['dispatch']} and combine {need['combine']} bytes a lane"
             )
-        lines += [
-            f"{path}: ranks {', '.join(map(str, peers)) or 'none'}"
-            for path, peers in self._fabric.transports().items()
-        ]
+        lines += [f"{path}: ranks {', '.join(map(str, peers)) or 'none'}" for path, peers in self._fabric.transports().items()]
         return "\n".join(lines)
 
     def dispatch(
@@ -255,9 +252,7 @@ class EpBuffer:
             )
         epoch = state.epoch + 1
         try:
-            call = self._make_call(
-                x, topk_ids, topk_weights, mode, layout, lane, epoch, fp8, handle, sms, host_counts
-            )
+            call = self._make_call(x, topk_ids, topk_weights, mode, layout, lane, epoch, fp8, handle, sms, host_counts)
             if return_hook and async_finish:
                 raise ValueError(
                     "return_hook and async_finish exclude each other: a hook is the receive phase, not yet started"
@@ -341,15 +336,8 @@ class EpBuffer:
         shape = (call.tokens, self.config.hidden)
         if out is None:
             out = torch.empty(shape, dtype=y.dtype, device=y.device)
-        elif (
-            out.shape != shape
-            or out.dtype != y.dtype
-            or out.device != y.device
-            or not out.is_contiguous()
-        ):
-            raise ValueError(
-                f"out is {_describe(out)}; combine writes a contiguous {list(shape)} {y.dtype} on {y.device}"
-            )
+        elif out.shape != shape or out.dtype != y.dtype or out.device != y.device or not out.is_contiguous():
+            raise ValueError(f"out is {_describe(out)}; combine writes a contiguous {list(shape)} {y.dtype} on {y.device}")
         result = out
         self._run(state, lambda: self._fabric.start_combine(call, y))
 
@@ -433,7 +421,7 @@ class EpBuffer:
     def _event(self) -> Any:
         if self._fabric.device.type != "cuda":
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._fabric.device))
         return event
 
@@ -513,11 +501,10 @@ class EpBuffer:
             weights.contiguous(),
             sms,
             host_counts,
+            handle.call if handle is not None else None,
         )
 
-    def _payload(
-        self, x: torch.Tensor, scales: torch.Tensor | None, fp8: ScaleFormat | None
-    ) -> Payload:
+    def _payload(self, x: torch.Tensor, scales: torch.Tensor | None, fp8: ScaleFormat | None) -> Payload:
         if scales is not None:
             if x.dtype != torch.float8_e4m3fn:
                 raise TypeError(f"x with scales is {x.dtype}; use float8_e4m3fn")

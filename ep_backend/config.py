@@ -82,8 +82,7 @@ class BufferConfig:
             kinds = tuple(k for k in kinds if k in (Payload.BF16, Payload.FP32))
             _require(
                 len(kinds) > 0,
-                f"hidden={hidden} is not a multiple of the FP8 scale group {layout.SCALE_GROUP}; "
-                "use the bf16 payload",
+                f"hidden={hidden} is not a multiple of the FP8 scale group {layout.SCALE_GROUP}; use the bf16 payload",
             )
         _require(
             fabric == "host" or Payload.FP32 not in kinds,
@@ -135,14 +134,10 @@ class BufferConfig:
             top_k=self.top_k,
             hidden=self.hidden,
             **tokens,
-            per_expert=int(
-                self.low_latency_form == "per_expert" and Mode.LOW_LATENCY in self.max_tokens
-            ),
+            per_expert=int(self.low_latency_form == "per_expert" and Mode.LOW_LATENCY in self.max_tokens),
             staging=int(self.rail == "put" and self.fabric == "nvshmem"),
             ring_slots=self.ring_slots,
-            record_bytes=max(
-                layout.record(p, self.hidden, self.top_k).bytes for p in self.payloads
-            ),
+            record_bytes=max(layout.record(p, self.hidden, self.top_k).bytes for p in self.payloads),
             combine_bytes=max(layout.combine_record_bytes(p, self.hidden) for p in self.payloads),
         )
 
@@ -169,10 +164,7 @@ class BufferConfig:
         return {
             "control": layout.abort_bytes(s),
             "lanes": [dict(regions) for _ in range(self.lanes)],
-            "modes": {
-                name: {"dispatch": b.dispatch, "combine": b.combine}
-                for name, b in layout.mode_bytes(s).items()
-            },
+            "modes": {name: {"dispatch": b.dispatch, "combine": b.combine} for name, b in layout.mode_bytes(s).items()},
             "total": layout.heap_bytes(s, self.lanes),
         }
 

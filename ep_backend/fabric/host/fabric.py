@@ -1,0 +1,210 @@
+"""The host fabric: ranks are processes of one machine, the heap is shared memory. The executable specification."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from ep_backend import layout
+from ep_backend.config import BufferConfig
+from ep_backend.errors import EpDisagree, EpFailed, EpRefused, WaitRecord
+from ep_backend.fabric.base import Call, Received
+from ep_backend.fabric.host import hybrid, rings, slots
+from ep_backend.fabric.host.core import Ints
+from ep_backend.fabric.host.faults import Faults
+from ep_backend.fabric.host.heap import Bytes, Heap
+from ep_backend.fabric.host.tasks import Blocked, Task, run
+from ep_backend.fabric.meeting import Meeting
+from ep_backend.modes import Layout, Mode, Placement
+from ep_backend.stats import BufferStats, OpStats
+
+REFUSED = layout.COUNT_MASK  # in an intent word: this rank does not take part in the epoch
+
+
+def _protocol(mode: Mode) -> ModuleType:
+    if mode.spec.placement is Placement.RINGS:
+        return rings
+    return hybrid if mode.spec.two_hops else slots
+
+
+class HostFabric:
+    """One rank's end. Modes move records through :meth:`put`, :meth:`signal` and :meth:`await_word` only."""
+
+    def __init__(self, config: BufferConfig, meeting: Meeting, faults: Faults) -> None:
+        self.device = torch.device("cpu")
+        self.stats = BufferStats()
+        self.config = config
+        self.shape = config.shape
+        self.rank = meeting.rank
+        self.node, self.gpu = divmod(meeting.rank, config.gpus_per_node)
+        self.faults = faults
+        self.words = layout.words(self.shape)
+        self.allocated_bytes = layout.heap_bytes(self.shape, config.lanes)
+        self._meeting = meeting
+        self._regions = layout.lane(self.shape)
+        self._failure: str | None = None
+        self._executed: tuple[Mode | None, int] = (None, 0)
+        self._heap = Heap(self.allocated_bytes, meeting)
+
+    # The four phases of a call.
+
+    def start_dispatch(self, call: Call) -> None:
+        self._intend(call.lane, call.epoch, _signature(call))
+        stats = self.stats.mode(call.mode.value)
+        stats.tokens += call.tokens
+        stats.slots_high_water = max(stats.slots_high_water, call.tokens)
+        stats.dispatch.calls += 1
+        _protocol(call.mode).start_dispatch(self, call)
+
+    def finish_dispatch(self, call: Call) -> Received:
+        received: Received = _protocol(call.mode).finish_dispatch(self, call)
+        self._executed = (call.mode, call.epoch)
+        for expert, n in enumerate(received.counts.tolist()):
+            self.stats.expert_rows[expert] += n
+        return received
+
+    def start_combine(self, call: Call, y: torch.Tensor) -> None:
+        self.stats.mode(call.mode.value).combine.calls += 1
+        _protocol(call.mode).start_combine(self, call, y)
+
+    def finish_combine(self, call: Call, out: torch.Tensor) -> None:
+        _protocol(call.mode).finish_combine(self, call, out)
+        if self.faults.corrupt_combine and out.numel():
+            out[:, 0] += 1
+
+    # What modes are made of.
+
+    def relay(self, node: int, source: int) -> int:
+        """The rank of ``node`` on the source's rail."""
+        return node * self.shape.gpus_per_node + source % self.shape.gpus_per_node
+
+    def ranks_of(self, node: int) -> range:
+        g = self.shape.gpus_per_node
+        return range(node * g, node * g + g)
+
+    def put(self, op: OpStats, dst: int, target: Bytes, at: Ints | slice, rows: Bytes, forwarded: bool = False) -> None:
+        """Write rows into a peer's memory and count them."""
+        self.faults.at("before_data")
+        target[at, : rows.shape[1]] = rows
+        op.count(self._path(dst), len(rows), rows.nbytes)
+        if forwarded:
+            op.count("forwarded", len(rows), rows.nbytes)
+
+    def signal(self, dst: int, lane: int, array: int, index: int, epoch: int, count: int) -> None:
+        """Release: whoever sees this word sees every row put before it."""
+        self.faults.at("before_signal")
+        self._heap.store(dst, self._word(lane, array, index), layout.signal_word(epoch, count))
+
+    def peek(self, lane: int, array: int, index: int) -> tuple[int, int]:
+        """(epoch, count) of one of this rank's own words; acquire."""
+        word = self._heap.load(self.rank, self._word(lane, array, index))
+        return layout.signal_epoch(word), layout.signal_count(word)
+
+    def await_word(self, call: Call, array: int, index: int, peer: int, seen: list[int]) -> Task:
+        """Wait for the word to reach the call's epoch, then append its count to ``seen``."""
+        while True:
+            epoch, count = self.peek(call.lane, array, index)
+            if epoch == call.epoch:
+                self.faults.at("after_wait")
+                seen.append(count)
+                return
+            yield Blocked(peer, (call.epoch, 0), (epoch, count))
+
+    def dispatch_rows(self, rank: int, lane: int, segment: int, count: int, stride: int) -> Bytes:
+        base = layout.lane_offset(self.shape, lane) + self._regions.dispatch
+        return self._heap.rows(rank, base + segment, count, stride)
+
+    def combine_rows(self, rank: int, lane: int, segment: int, count: int, stride: int) -> Bytes:
+        base = layout.lane_offset(self.shape, lane) + self._regions.combine
+        return self._heap.rows(rank, base + segment, count, stride)
+
+    def run(self, call: Call, op: str, *tasks: Task) -> None:
+        """Run tasks of one phase with bounded waits."""
+
+        def record(b: Blocked) -> WaitRecord:
+            return WaitRecord(op, call.mode.value, call.lane, call.epoch, self.rank, b.peer, b.expected, b.seen)
+
+        def waited(peer: int, seconds: float) -> None:
+            self.stats.wait_s[peer] += seconds
+
+        run(tasks, record, self.config.timeout_s, lambda: self._check(call, op), waited)
+
+    # Agreement, failure and the end.
+
+    def refuse(self, lane: int, epoch: int, reason: str) -> None:
+        self._meeting.post(_refusal(lane, epoch, self.rank), reason)
+        self._intend(lane, epoch, REFUSED)
+
+    def executed(self) -> tuple[Mode | None, int]:
+        return self._executed
+
+    def abort(self, reason: str) -> None:
+        self._failure = self._failure or reason
+        self._meeting.post(f"abort/{self.rank}", reason)
+        for peer in range(self.shape.ranks):
+            self._heap.store(peer, 8 * self.rank, 1)
+
+    def failure(self) -> str | None:
+        if self._failure is None:
+            for peer in range(self.shape.ranks):
+                if self._heap.load(self.rank, 8 * peer):
+                    self._failure = self._meeting.read(f"abort/{peer}", f"rank {peer} gave up")
+        return self._failure
+
+    def transports(self) -> dict[str, list[int]]:
+        paths: dict[str, list[int]] = {"local": [], "scale_up": [], "scale_out": []}
+        for peer in range(self.shape.ranks):
+            paths[self._path(peer)].append(peer)
+        return paths
+
+    def destroy(self) -> None:
+        self._failure = self._failure or "destroyed"
+        self._meeting.rendezvous("destroy", min(self.config.timeout_s, 5.0))
+        self._heap.close()
+
+    def _path(self, peer: int) -> str:
+        if peer == self.rank:
+            return "local"
+        return "scale_up" if peer // self.shape.gpus_per_node == self.node else "scale_out"
+
+    def _word(self, lane: int, array: int, index: int) -> int:
+        return layout.lane_offset(self.shape, lane) + array + 8 * index
+
+    def _intend(self, lane: int, epoch: int, signature: int) -> None:
+        for peer in range(self.shape.ranks):
+            word = layout.signal_word(epoch, signature)
+            self._heap.store(peer, self._word(lane, self.words.intent, self.rank), word)
+
+    def _check(self, call: Call, op: str) -> None:
+        """Look why nothing moves: a peer failed, refused this epoch, or called something else."""
+        reason = self.failure()
+        if reason is not None:
+            raise EpFailed(f"rank {self.rank}, {op} of {call.mode.value}: {reason}")
+        if op != "dispatch":
+            return
+        for peer in range(self.shape.ranks):
+            epoch, signature = self.peek(call.lane, self.words.intent, peer)
+            # A peer in a later epoch cannot have completed this one without us, so it refused it.
+            if epoch > call.epoch or (epoch == call.epoch and signature == REFUSED):
+                said = self._meeting.read(_refusal(call.lane, call.epoch, peer), "no reason given")
+                raise EpRefused(f"rank {peer} refused dispatch epoch {call.epoch} of lane {call.lane}: {said}")
+            if epoch == call.epoch and signature != _signature(call):
+                raise EpDisagree(
+                    f"in epoch {epoch} of lane {call.lane} rank {self.rank} called {_describe(_signature(call))} "
+                    f"and rank {peer} called {_describe(signature)}; all ranks must choose the same"
+                )
+
+
+def _refusal(lane: int, epoch: int, rank: int) -> str:
+    return f"refused/{lane}/{epoch}/{rank}"
+
+
+def _signature(call: Call) -> int:
+    """What ranks must agree on, in the low bits of an intent word."""
+    return call.mode.code << 8 | list(Layout).index(call.layout) << 4 | call.payload
+
+
+def _describe(signature: int) -> str:
+    mode, form = list(Mode)[signature >> 8], list(Layout)[signature >> 4 & 15]
+    return f"{mode.value} ({form.value}, {layout.Payload(signature & 15).name.lower()})"
