@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import torch
@@ -55,10 +57,12 @@ class HostFabric:
         stats.tokens += call.tokens
         stats.slots_high_water = max(stats.slots_high_water, call.tokens)
         stats.dispatch.calls += 1
-        _protocol(call.mode).start_dispatch(self, call)
+        with self._refusal_first(call):
+            _protocol(call.mode).start_dispatch(self, call)
 
     def finish_dispatch(self, call: Call) -> Received:
-        received: Received = _protocol(call.mode).finish_dispatch(self, call)
+        with self._refusal_first(call):
+            received: Received = _protocol(call.mode).finish_dispatch(self, call)
         self._executed = (call.mode, call.epoch)
         for expert, n in enumerate(received.counts.tolist()):
             self.stats.expert_rows[expert] += n
@@ -175,6 +179,15 @@ class HostFabric:
         for peer in range(self.shape.ranks):
             word = layout.signal_word(epoch, signature)
             self._heap.store(peer, self._word(lane, self.words.intent, self.rank), word)
+
+    @contextmanager
+    def _refusal_first(self, call: Call) -> Iterator[None]:
+        """Records of a refused epoch may be overwritten while they are read; then the refusal is the error to report."""
+        try:
+            yield
+        except (IndexError, ValueError):
+            self._check(call, "dispatch")
+            raise
 
     def _check(self, call: Call, op: str) -> None:
         """Look why nothing moves: a peer failed, refused this epoch, or called something else."""
