@@ -353,6 +353,19 @@ class EpBuffer:
         finish()
         return (result, self._event()) if async_finish else result
 
+    def propose(self, token: int) -> None:
+        """Carry a proposal, 1 to 255, in this rank's following dispatches; 0 withdraws it.
+
+        How ranks change something at the same step without a barrier: see :meth:`agreed`.
+        """
+        if not 0 <= token <= 255:
+            raise ValueError(f"token={token}; a proposal is a number from 1 to 255, or 0 for none")
+        self._fabric.proposal = token
+
+    def agreed(self) -> int:
+        """The proposal that every rank carried in the last finished dispatch, else 0. The same on all ranks."""
+        return self._fabric.agreed
+
     def stats(self) -> dict[str, Any]:
         """Counters since construction; see :meth:`ep_backend.stats.BufferStats.as_dict`."""
         mode, epoch = self._fabric.executed()

@@ -22,6 +22,7 @@ from ep_backend.modes import Layout, Mode, Placement
 from ep_backend.stats import BufferStats, OpStats
 
 REFUSED = layout.COUNT_MASK  # in an intent word: this rank does not take part in the epoch
+PROPOSAL_SHIFT = 16  # an intent word's count: proposal (8 bits) | mode | layout | payload
 
 
 def _protocol(mode: Mode) -> ModuleType:
@@ -36,6 +37,7 @@ class HostFabric:
     def __init__(self, config: BufferConfig, meeting: Meeting, faults: Faults) -> None:
         self.device = torch.device("cpu")
         self.stats = BufferStats()
+        self.proposal = self.agreed = 0
         self.config = config
         self.shape = config.shape
         self.rank = meeting.rank
@@ -52,7 +54,7 @@ class HostFabric:
     # The four phases of a call.
 
     def start_dispatch(self, call: Call) -> None:
-        self._intend(call.lane, call.epoch, _signature(call))
+        self._intend(call.lane, call.epoch, self.proposal << PROPOSAL_SHIFT | _signature(call))
         stats = self.stats.mode(call.mode.value)
         stats.tokens += call.tokens
         stats.slots_high_water = max(stats.slots_high_water, call.tokens)
@@ -63,7 +65,11 @@ class HostFabric:
     def finish_dispatch(self, call: Call) -> Received:
         with self._refusal_first(call):
             received: Received = _protocol(call.mode).finish_dispatch(self, call)
+            self._check(call, "dispatch")  # modes that use the same words would not notice that they differ
         self._executed = (call.mode, call.epoch)
+        # Every peer's word is of this epoch: it came before the peer's records, and the next needs this rank's combine.
+        carried = {self.peek(call.lane, self.words.intent, r)[1] >> PROPOSAL_SHIFT for r in range(self.shape.ranks)}
+        self.agreed = carried.pop() if len(carried) == 1 else 0
         for expert, n in enumerate(received.counts.tolist()):
             self.stats.expert_rows[expert] += n
         return received
@@ -190,7 +196,7 @@ class HostFabric:
             raise
 
     def _check(self, call: Call, op: str) -> None:
-        """Look why nothing moves: a peer failed, refused this epoch, or called something else."""
+        """Raise if a peer failed, refused this epoch, or called something else in it."""
         reason = self.failure()
         if reason is not None:
             raise EpFailed(f"rank {self.rank}, {op} of {call.mode.value}: {reason}")
@@ -202,6 +208,7 @@ class HostFabric:
             if epoch > call.epoch or (epoch == call.epoch and signature == REFUSED):
                 said = self._meeting.read(_refusal(call.lane, call.epoch, peer), "no reason given")
                 raise EpRefused(f"rank {peer} refused dispatch epoch {call.epoch} of lane {call.lane}: {said}")
+            signature &= (1 << PROPOSAL_SHIFT) - 1
             if epoch == call.epoch and signature != _signature(call):
                 raise EpDisagree(
                     f"in epoch {epoch} of lane {call.lane} rank {self.rank} called {_describe(_signature(call))} "
