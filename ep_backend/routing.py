@@ -13,7 +13,13 @@ Ids = NDArray[np.int64]
 
 class _Kind(Protocol):
     def __call__(
-        self, rng: np.random.Generator, tokens: int, experts: int, top_k: int, ranks: int, alpha: float
+        self,
+        rng: np.random.Generator,
+        tokens: int,
+        experts: int,
+        top_k: int,
+        ranks: int,
+        alpha: float,
     ) -> Ids: ...
 
 
@@ -57,49 +63,35 @@ def _only(experts: int, allowed: NDArray[Any]) -> NDArray[np.float64]:
     return np.where(allowed, np.zeros(experts), -np.inf)
 
 
-def _uniform(
-    rng: np.random.Generator, tokens: int, experts: int, top_k: int, ranks: int, alpha: float
-) -> Ids:
+def _uniform(rng: np.random.Generator, tokens: int, experts: int, top_k: int, ranks: int, alpha: float) -> Ids:
     return _pick(rng, np.zeros(experts), tokens, top_k)
 
 
-def _zipf(
-    rng: np.random.Generator, tokens: int, experts: int, top_k: int, ranks: int, alpha: float
-) -> Ids:
+def _zipf(rng: np.random.Generator, tokens: int, experts: int, top_k: int, ranks: int, alpha: float) -> Ids:
     # Every rank must agree on who is popular, so that order comes from a fixed seed.
     popularity = np.random.default_rng(experts).permutation(experts)
     return _pick(rng, -alpha * np.log1p(popularity.astype(np.float64)), tokens, top_k)
 
 
-def _hot_rank(
-    rng: np.random.Generator, tokens: int, experts: int, top_k: int, ranks: int, alpha: float
-) -> Ids:
+def _hot_rank(rng: np.random.Generator, tokens: int, experts: int, top_k: int, ranks: int, alpha: float) -> Ids:
     return _pick(rng, _only(experts, np.arange(experts) < experts // ranks), tokens, top_k)
 
 
-def _empty_ranks(
-    rng: np.random.Generator, tokens: int, experts: int, top_k: int, ranks: int, alpha: float
-) -> Ids:
+def _empty_ranks(rng: np.random.Generator, tokens: int, experts: int, top_k: int, ranks: int, alpha: float) -> Ids:
     owner = np.arange(experts) // (experts // ranks)
     return _pick(rng, _only(experts, owner % 2 == 0), tokens, top_k)
 
 
-def _none(
-    rng: np.random.Generator, tokens: int, experts: int, top_k: int, ranks: int, alpha: float
-) -> Ids:
+def _none(rng: np.random.Generator, tokens: int, experts: int, top_k: int, ranks: int, alpha: float) -> Ids:
     return np.full((tokens, top_k), -1, np.int64)
 
 
-def _holes(
-    rng: np.random.Generator, tokens: int, experts: int, top_k: int, ranks: int, alpha: float
-) -> Ids:
+def _holes(rng: np.random.Generator, tokens: int, experts: int, top_k: int, ranks: int, alpha: float) -> Ids:
     ids = _uniform(rng, tokens, experts, top_k, ranks, alpha)
     return np.where(rng.random(ids.shape) < min(alpha, 1.0) / 2, -1, ids)
 
 
-def _duplicates(
-    rng: np.random.Generator, tokens: int, experts: int, top_k: int, ranks: int, alpha: float
-) -> Ids:
+def _duplicates(rng: np.random.Generator, tokens: int, experts: int, top_k: int, ranks: int, alpha: float) -> Ids:
     few = rng.integers(0, experts, size=(tokens, max(1, top_k // 2)))
     return np.take_along_axis(few, rng.integers(0, few.shape[1], size=(tokens, top_k)), axis=1)
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `tests.core...`, here and in workers
+# For `tests.core...`, here and in workers.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 NVSHMEM = pytest.param("nvshmem", marks=pytest.mark.gpu)
 

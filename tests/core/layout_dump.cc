@@ -6,7 +6,7 @@ using namespace ep;
 extern "C" {
 
 void dump_constants(i64* out) {
-  const i64 values[] = {kScaleGroup, kMaxTopK, kRecordAlign, kRegionAlign, kRailChannels, kCountBits, i64(kCountMask)};
+  const i64 values[] = {kScaleGroup, kMaxTopK, kRecordAlign, kRegionAlign, kRailChannels, kChannels, kCountBits, i64(kCountMask)};
   for (i64 v : values) *out++ = v;
 }
 
@@ -35,7 +35,7 @@ i64 dump_shape(const Shape* shape, const i64* at, i64* out) {
             r = slot_mode_bytes(s, s.low_latency, false), e = slot_mode_bytes(s, s.low_latency, true);
   const i64 values[] = {
       s.nodes(), s.local_experts(), s.rank_copies(), s.node_copies(), s.gpu_copies(), s.rail_limit(),
-      w.intent, w.arrival, w.expert_arrival, w.returned, w.rail_tail, w.rail_total, w.relay_returned, w.count,
+      w.intent, w.arrival, w.expert_arrival, w.returned, w.stream_begin, w.stream_tail, w.stream_returned, w.rail_tail, w.rail_total, w.relay_returned, w.count,
       w.rail_count, w.ring_tail, w.ring_head, w.rail_ring_tail, w.rail_ring_head, w.back_tail, w.back_head,
       w.rail_back_tail, w.rail_back_head, w.bytes,
       n.dispatch, n.combine, d.dispatch, d.combine, h.dispatch, h.combine, r.dispatch, r.combine, e.dispatch, e.combine,

@@ -1,6 +1,6 @@
 """What every rank must receive and get back, computed from the inputs of all ranks without any communication.
 
-A :class:`Case` holds those inputs (the same on every rank, from a seed), which is what an all-gather in fp32 would bring.
+A :class:`Case` holds those inputs (the same on every rank, from a seed): what an all-gather in fp32 would bring.
 """
 
 from __future__ import annotations
@@ -174,7 +174,12 @@ def _check_compact(case: Case, rank: int, got: Any, payload: str, max_tokens: in
 
 
 def check_rows(
-    sent: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor | None, payload: str, *, ordered: bool
+    sent: torch.Tensor,
+    rows: torch.Tensor,
+    scales: torch.Tensor | None,
+    payload: str,
+    *,
+    ordered: bool,
 ) -> None:
     """``rows`` are ``sent`` on the wire: bit for bit, or within half an e4m3 ulp if dispatch made the cast."""
     if payload in CASTS:
@@ -185,13 +190,17 @@ def check_rows(
     want, have = _bytes(want_rows, want_scales), _bytes(rows, scales)
     if not ordered:
         want, have = _sorted(want), _sorted(have)
-    assert want.shape == have.shape and (want == have).all(), f"rows differ from what was sent ({payload})"
+    assert want.shape == have.shape and (want == have).all(), (
+        f"rows differ from what was sent ({payload})"
+    )
 
 
 def _bytes(rows: torch.Tensor, scales: torch.Tensor | None) -> np.ndarray[Any, Any]:
     parts = [rows.contiguous().view(torch.uint8).numpy()]
     if scales is not None:
-        parts.append(scales.contiguous().view(torch.uint8).numpy())
+        # One column-major row counts as contiguous, but does not have the strides of one.
+        packed = scales.clone(memory_format=torch.contiguous_format)
+        parts.append(packed.view(torch.uint8).numpy())
     return np.concatenate(parts, axis=1)
 
 
@@ -256,7 +265,7 @@ def check_combine(
 ) -> None:
     """``out`` is the weighted sum within half an ulp of each partial that crosses a link and of the result.
 
-    ``nodes``: over how many nodes two hops lead, each with its own partials. ``per_expert``: every expert's row crosses.
+    ``nodes``: how many nodes two hops span, each with its own partials. ``per_expert``: every expert's row crosses.
     """
     ids, weights = case.ids[rank], case.weights[rank].double()
     sent = dequantise(*wire(case.x[rank], payload))

@@ -166,7 +166,9 @@ class Pool:
         self._start()
         return [w.pid for w in self.workers]
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_S, **kw: Any) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_S, **kw: Any
+    ) -> list[Any]:
         """``fn(world, *args)`` on every rank; their results, or AssertionError with what each rank said."""
         outcomes = self.outcomes(fn, *args, timeout=timeout, **kw)
         bad = [o for o in outcomes if o.kind != "ok"]
@@ -177,7 +179,9 @@ class Pool:
         self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_S, **kw: Any
     ) -> list[Outcome]:
         """Like run, for calls that are meant to end badly."""
-        assert isinstance(fn, FunctionType) and "<" not in fn.__qualname__, "give a module's function"
+        assert isinstance(fn, FunctionType) and "<" not in fn.__qualname__, (
+            "give a module's function"
+        )
         self._start()
         job = pickle.dumps((fn.__code__.co_filename, fn.__qualname__, args, kw))
         for conn in self._conns:

@@ -6,6 +6,7 @@ import ctypes
 import re
 import subprocess
 from dataclasses import astuple, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_constants(header: Any) -> None:
     out = (ctypes.c_int64 * 7)()
     header.dump_constants(out)
-    names = "SCALE_GROUP MAX_TOP_K RECORD_ALIGN REGION_ALIGN RAIL_CHANNELS COUNT_BITS COUNT_MASK"
+    names = "SCALE_GROUP MAX_TOP_K RECORD_ALIGN REGION_ALIGN RAIL_CHANNELS CHANNELS COUNT_BITS COUNT_MASK"
     assert list(out) == [getattr(layout, n) for n in names.split()]
 
 
@@ -162,11 +163,13 @@ def test_regions_do_not_overlap(s: Shape) -> None:
     w = layout.words(s)
     lengths = {"expert_arrival": s.experts if s.per_expert else 0}
     lengths |= dict.fromkeys(("rail_tail", "rail_total"), s.nodes * layout.RAIL_CHANNELS)
+    lengths |= dict.fromkeys(("stream_tail", "stream_returned"), s.ranks * layout.CHANNELS)
+    lengths["stream_begin"] = s.ranks * (layout.CHANNELS + 1)
     by_node = ("rail_count", "rail_ring_tail", "rail_ring_head", "rail_back_tail", "rail_back_head")
     lengths |= dict.fromkeys(by_node, s.nodes)
     names = [f.name for f in fields(Words) if f.name != "bytes"]
     spans = sorted((getattr(w, n), getattr(w, n) + 8 * lengths.get(n, s.ranks)) for n in names)
-    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in pairwise(spans))
     assert spans[-1][1] <= w.bytes
     a = layout.lane(s)
     for need in layout.mode_bytes(s).values():

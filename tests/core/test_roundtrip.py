@@ -37,7 +37,9 @@ def every_routing(world: World, mode: str, gpus_per_node: int) -> int:
         for layout in ("compact", "masked"):
             for payload in payloads(world):
                 case = oracle.make_case(done, uneven(world.size, turn), kind=kind)
-                Round(world, buffer, case, mode, layout=layout, payload=payload, lane=done % 2).run()
+                Round(
+                    world, buffer, case, mode, layout=layout, payload=payload, lane=done % 2
+                ).run()
                 done += 1
     return done
 
@@ -132,9 +134,7 @@ def no_host_counts(world: World) -> None:
     for mode in modes(world.fabric):
         for tokens in ([5, 12], [0, 0], [12, 0]):
             case = oracle.make_case(1, tokens, kind="holes")
-            done = Round(
-                world, buffer, case, mode, layout="compact", host_counts=False
-            ).run()
+            done = Round(world, buffer, case, mode, layout="compact", host_counts=False).run()
             if mode != "normal":
                 assert done.got.num_rows is None
                 assert len(done.got.rows) == 2 * 12

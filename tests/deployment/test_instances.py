@@ -1,0 +1,55 @@
+"""The command lines, environments and settings that a deployment file turns into."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ep_backend.deployment import instances
+from ep_backend.deployment.instances import engine_instances, router_instance
+from ep_backend.deployment.load import load
+
+
+@pytest.fixture(autouse=True)
+def _any_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instances, "_program", lambda name: name)
+
+
+def test_a_pair_and_its_router(write_file: Callable[..., Path], tmp_path: Path) -> None:
+    deployment = load(write_file(("max-num-seqs: 8", "enforce-eager: true, compilation_config: {level: 0}"))).deployment
+    prefill, decode = engine_instances(deployment, tmp_path / "run")
+    assert prefill.command[6:8] == ["--all2all-backend", "ep_backend"]
+    assert "--enforce-eager" in prefill.command
+    assert prefill.command[prefill.command.index("--compilation-config") + 1] == '{"level": 0}'
+    kv = json.loads(prefill.command[prefill.command.index("--kv-transfer-config") + 1])
+    assert kv == {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_buffer_device": "cpu"}
+    settings = json.loads(Path(decode.env["EP_BACKEND_SETTINGS"]).read_text())
+    assert settings["role"] == "decode"
+    assert settings["mode"] == "low_latency"
+    assert settings["max_tokens"] == {"low_latency": 256, "hybrid": 256}
+    assert decode.agents == [f"http://127.0.0.1:{settings['agent_port'] + rank}" for rank in range(2)]
+    router = router_instance(deployment, [prefill, decode])
+    assert router is not None
+    assert router.command[router.command.index("--prefill") + 1] + "/health" == prefill.health
+
+
+def test_a_role_on_two_nodes_is_two_launches(write_file: Callable[..., Path], tmp_path: Path) -> None:
+    replacements = ("{device: cpu}", "{device: cpu, nodes: 2}"), ("data_parallel: 2", "data_parallel: 4\n    nodes: 2")
+    deployment = load(write_file(*replacements)).deployment
+    head, second, _ = engine_instances(deployment, tmp_path / "run")
+    assert head.health is not None and second.health is None
+    assert second.command[-3:] == ["--headless", "--data-parallel-start-rank", "2"]
+    assert json.loads(Path(head.env["EP_BACKEND_SETTINGS"]).read_text())["gpus_per_node"] == 2
+
+
+def test_a_unified_instance_is_its_own_address(write_file: Callable[..., Path], tmp_path: Path) -> None:
+    text = write_file().read_text()
+    start = text.index("  decode:")
+    unified = text[:start].replace("prefill", "unified") + text[text.index("router:") :]
+    (tmp_path / "deployment.yaml").write_text(unified)
+    deployment = load(tmp_path / "deployment.yaml").deployment
+    (engine,) = engine_instances(deployment, tmp_path / "run")
+    assert engine.health == f"http://127.0.0.1:{deployment.router.port}/health"
+    assert "--kv-transfer-config" not in engine.command
+    assert router_instance(deployment, [engine]) is None

@@ -1,0 +1,135 @@
+"""Every fault of a file is one line with its place, value, rule and fix, found before anything is loaded."""
+
+import typing
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ep_backend.deployment.load import load
+from ep_backend.deployment.problems import DeploymentError
+from ep_backend.deployment.schema import ModeName, modes_of
+from ep_backend.modes import Mode
+
+WriteFile = Callable[..., Path]
+
+
+def lines_of(file: Path) -> list[str]:
+    with pytest.raises(DeploymentError) as caught:
+        load(file)
+    return caught.value.lines
+
+
+def test_a_good_file_loads_with_paths_relative_to_it(write_file: WriteFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_file()
+    monkeypatch.chdir("/")
+    deployment = load(file).deployment
+    assert deployment.model.path == file.parent / "model"
+    assert [name for name, _ in deployment.roles.items()] == ["prefill", "decode"]
+
+
+def test_the_shipped_preset_loads(tmp_path: Path) -> None:
+    source = Path(__file__).parents[2] / "deploy" / "local-cpu.yaml"
+    assert source.read_text().startswith("#")
+    (tmp_path / "deploy").mkdir()
+    (tmp_path / ".ep" / "checkpoint").mkdir(parents=True)
+    (tmp_path / ".ep" / "checkpoint" / "config.json").write_text('{"n_routed_experts": 16}')
+    file = tmp_path / "deploy" / "local-cpu.yaml"
+    file.write_text(source.read_text())
+    decode = load(file).deployment.roles.decode
+    assert decode is not None
+    assert decode.arg("max-num-batched-tokens") == 256
+    assert decode.arg("dtype") == "float32"
+
+
+FAULTS = {
+    "unknown key": (
+        ("data_parallel: 2", "data_paralel: 2"),
+        "6:5: roles.prefill.data_paralel: unknown key; did you mean `data_parallel`?",
+    ),
+    "unknown mode": (
+        ("mode: direct", "mode: fast"),
+        "7:10: roles.prefill.ep.mode: input should be 'auto', 'normal', 'direct', ",
+    ),
+    "mode of the other family": (
+        ("mode: direct", "mode: hybrid"),
+        "7:10: roles.prefill.ep.mode: is hybrid, must be one of normal, direct, auto for the prefill role",
+    ),
+    "prefill mode in decode": (
+        ("mode: low_latency", "mode: normal"),
+        "11:10: roles.decode.ep.mode: is normal, must be one of low_latency, hybrid, auto for the decode role",
+    ),
+    "batch above capacity": (
+        ("max_tokens: 1024", "max_tokens: 512"),
+        "7:24: roles.prefill.ep.max_tokens: is 512, but max-num-batched-tokens is 1024 tokens a rank",
+    ),
+    "default batch above capacity": (
+        ("    args: {max-num-batched-tokens: 256}\n", ""),
+        "roles.decode.ep.max_tokens: is 256, but vLLM's default batch is 2048 tokens a rank",
+    ),
+    "sequences above capacity": (
+        ("max-num-batched-tokens: 256", "max-num-batched-tokens: 256, max-num-seqs: 300"),
+        "roles.decode.ep.max_tokens: is 256, but max-num-seqs is 300",
+    ),
+    "experts not divisible": (
+        ("data_parallel: 2", "data_parallel: 3"),
+        "roles.prefill.data_parallel: gives 3 EP ranks, but the model's 16 experts are not divisible by 3; use a divisor of 16",
+    ),
+    "tensor parallel only": (
+        ("data_parallel: 2", "data_parallel: 1"),
+        "roles.prefill.data_parallel: is 1, must be above 1: with tensor parallelism alone vLLM calls no all-to-all backend",
+    ),
+    "virtual nodes of unequal size": (
+        ("max_tokens: 1024", "max_tokens: 1024, gpus_per_node: 3"),
+        "roles.prefill.ep.gpus_per_node: is 3, must divide the 2 EP ranks",
+    ),
+    "more nodes than there are": (
+        ("data_parallel: 2", "data_parallel: 2\n    nodes: 2"),
+        "roles.prefill.nodes: is 2, but topology.nodes is 1",
+    ),
+    "a flag that the file owns": (
+        ("max-num-seqs: 8", "all2all_backend: naive"),
+        "8:42: roles.prefill.args.all2all_backend: `ep` of this file decides that flag; remove it here",
+    ),
+    "two micro-batches in one lane": (
+        ("max_tokens: 1024", "max_tokens: 1024, overlap: dbo"),
+        "roles.prefill.ep.lanes: is 1, but overlap: dbo runs two micro-batches; set lanes: 2",
+    ),
+    "no model": (("path: model", "path: nowhere"), "3:9: model.path: "),
+    "not YAML": (("name: ", "name: {"), "not valid YAML"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_fault_is_one_line(fault: str, write_file: WriteFile) -> None:
+    replacement, expected = FAULTS[fault]
+    file = write_file(replacement)
+    lines = lines_of(file)
+    assert any(expected in line for line in lines), lines
+    assert all(line.startswith(f"{file}:") for line in lines)
+    # A key misspelt is also a key missing; every other fault is told once.
+    assert len(lines) == (2 if fault == "unknown key" else 1), lines
+
+
+def test_all_faults_are_told_at_once(write_file: WriteFile) -> None:
+    lines = lines_of(write_file(("mode: direct", "mode: hybrid"), ("max_tokens: 256", "max_tokens: 8")))
+    assert [line.split(": ")[1] for line in lines] == ["roles.prefill.ep.mode", "roles.decode.ep.max_tokens"]
+
+
+def test_roles_are_a_pair_or_unified(write_file: WriteFile) -> None:
+    assert (
+        "roles: has decode, unified, must have prefill and decode, or unified alone"
+        in lines_of(write_file(("  prefill:", "  unified:")))[0]
+    )
+
+
+def test_no_file_and_no_mapping(tmp_path: Path) -> None:
+    assert "cannot be read: No such file or directory" in lines_of(tmp_path / "none.yaml")[0]
+    (tmp_path / "list.yaml").write_text("- a\n")
+    assert "must be a mapping" in lines_of(tmp_path / "list.yaml")[0]
+
+
+def test_modes_of_the_schema_are_those_of_the_core() -> None:
+    assert set(typing.get_args(ModeName)) == {"auto", *(mode.value for mode in Mode)}
+    assert modes_of("prefill", "auto") == [Mode.NORMAL, Mode.DIRECT]
+    assert modes_of("unified", "hybrid") == [Mode.LOW_LATENCY, Mode.HYBRID]

@@ -1,0 +1,157 @@
+"""Starting and stopping, with fake engines: nothing is left running or in shared memory, however it ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ep_backend.deployment.processes import session_members
+from tests.deployment.conftest import Workplace
+
+FAULT_LINE = "ValueError: the weights are not there"
+
+
+def sessions(workplace: Workplace) -> list[int]:
+    return [instance["pid"] for instance in instances(workplace)]
+
+
+def instances(workplace: Workplace) -> list[dict[str, Any]]:
+    found = workplace.state()["instances"]
+    assert isinstance(found, list)
+    return found
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("fake_")}
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def is_ready(workplace: Workplace) -> bool:
+    try:
+        return workplace.state()["phase"] == "ready"
+    except FileNotFoundError:
+        return False
+
+
+def assert_nothing_left(workplace: Workplace, leaders: list[int]) -> None:
+    assert session_members(leaders) == []
+    assert not {f"fake_{pid}" for pid in leaders} & shared_memory()
+
+
+def start_foreground(workplace: Workplace) -> subprocess.Popen[str]:
+    child = workplace.start("up", str(workplace.file))
+    wait_until(lambda: is_ready(workplace))
+    return child
+
+
+def test_up_status_ask_down(workplace: Workplace) -> None:
+    file = str(workplace.file)
+    code, output = workplace.run("up", file, "--detach")
+    assert code == 0, output
+    for name in ("prefill", "decode", "router"):
+        assert f"{name}: starting, log " in output
+    leaders = sessions(workplace)
+    assert len(session_members(leaders)) == 2 * 3 + 1
+    code, output = workplace.run("status", file)
+    assert code == 0, output
+    assert "low_latency *" in output and "5.0 KiB" in output
+    assert workplace.run("ask", file, "how are you?") == (0, "fine\n")
+    code, output = workplace.run("up", file)
+    assert code == 1 and "runs already" in output
+    assert workplace.run("down", file) == (0, f"{workplace.folder.name} is down\n")
+    assert_nothing_left(workplace, leaders)
+    assert workplace.run("down", file) == (0, f"{workplace.folder.name} was not running\n")
+    code, output = workplace.run("ask", file, "still there?")
+    assert code == 1 and "does not run; start it with" in output
+
+
+def test_ctrl_c_leaves_nothing(workplace: Workplace) -> None:
+    child = start_foreground(workplace)
+    leaders = sessions(workplace)
+    child.send_signal(signal.SIGINT)
+    output, _ = child.communicate(timeout=30)
+    assert child.returncode == 0, output
+    assert_nothing_left(workplace, leaders)
+
+
+def test_ctrl_c_while_loading_leaves_nothing(workplace: Workplace) -> None:
+    child = workplace.start("up", str(workplace.file))
+    state = workplace.folder / ".ep" / "run" / workplace.folder.name / "state.json"
+    wait_until(lambda: state.exists() and len(instances(workplace)) == 2)
+    leaders = sessions(workplace)
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=30)
+    assert_nothing_left(workplace, leaders)
+
+
+def test_a_dead_rank_takes_all_down_and_is_named(workplace: Workplace) -> None:
+    child = start_foreground(workplace)
+    leaders = sessions(workplace)
+    decode = leaders[1]
+    (rank, _) = (pid for pid in session_members([decode]) if pid != decode)
+    os.kill(rank, signal.SIGKILL)
+    output, _ = child.communicate(timeout=30)
+    assert child.returncode == 1
+    assert f"decode lost a rank (process {rank} is gone)" in output
+    assert "decode.log ends with" in output
+    assert_nothing_left(workplace, leaders)
+    assert workplace.run("up", str(workplace.file), "--detach")[0] == 0
+
+
+def test_a_killed_instance_takes_all_down_and_is_named(workplace: Workplace) -> None:
+    child = start_foreground(workplace)
+    leaders = sessions(workplace)
+    os.kill(leaders[0], signal.SIGKILL)
+    output, _ = child.communicate(timeout=30)
+    assert child.returncode == 1
+    assert "prefill was ended by SIGKILL" in output
+    assert_nothing_left(workplace, leaders)
+
+
+@pytest.mark.parametrize("detach", [[], ["--detach"]])
+def test_an_engine_that_ends_while_loading_is_named(workplace: Workplace, detach: list[str]) -> None:
+    code, output = workplace.run("up", str(workplace.file), *detach, FAKE_DIES="decode")
+    assert code == 1
+    assert "decode exited with status 3; its log" in output
+    assert FAULT_LINE in output
+    leaders = sessions(workplace)
+    assert_nothing_left(workplace, leaders)
+    code, output = workplace.run("status", str(workplace.file))
+    assert code == 1 and FAULT_LINE in output
+
+
+def test_down_cleans_up_after_a_killed_supervisor(workplace: Workplace) -> None:
+    child = start_foreground(workplace)
+    leaders = sessions(workplace)
+    child.kill()
+    child.communicate(timeout=10)
+    code, output = workplace.run("status", str(workplace.file))
+    assert code == 1 and "lost its supervisor" in output
+    assert workplace.run("down", str(workplace.file))[0] == 0
+    assert_nothing_left(workplace, leaders)
+
+
+def test_a_port_in_use_is_told_before_loading(workplace: Workplace) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        text = workplace.file.read_text()
+        before = text[text.rindex("{port: ") :].strip()
+        workplace.file.write_text(text.replace(before, f"{{port: {port}}}"))
+        code, output = workplace.run("up", str(workplace.file))
+        assert code == 1
+        assert f"router.port: 127.0.0.1:{port} cannot be listened on (Address already in use)" in output
+        assert not Path(workplace.folder / ".ep").exists()

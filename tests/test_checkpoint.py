@@ -1,0 +1,53 @@
+"""The small checkpoint: the same bytes for a seed, the hub's names, and a tokenizer that loses nothing."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from ep_backend.checkpoint import VOCAB, write_checkpoint
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(out, seed=0)
+    return out
+
+
+def test_a_seed_gives_the_same_bytes(checkpoint: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "same", seed=0)
+    write_checkpoint(tmp_path / "other", seed=1)
+    same, other = digests(tmp_path / "same"), digests(tmp_path / "other")
+    assert same == digests(checkpoint)
+    assert {name for name in same if same[name] != other[name]} == {"model.safetensors"}
+
+
+def test_transformers_loads_every_tensor(checkpoint: Path) -> None:
+    from transformers import DeepseekV3ForCausalLM
+
+    model, info = DeepseekV3ForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert (config["kv_lora_rank"], config["qk_rope_head_dim"], config["topk_method"]) == (512, 64, "noaux_tc")
+    assert sum(file.stat().st_size for file in checkpoint.iterdir()) < 12e6
+    assert model.config.vocab_size == VOCAB
+
+
+def test_any_text_survives_the_tokenizer(checkpoint: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    text = "Ünïcode, 漢字 and\ttabs\n"
+    ids = tokenizer(text).input_ids
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
+    assert chat == "<|bos|><|User|>hi<|Assistant|>"
