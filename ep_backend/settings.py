@@ -1,0 +1,65 @@
+"""What a deployment tells each engine process: one JSON file, named by an environment variable."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, SecretStr, ValidationError, model_validator
+
+from ep_backend.modes import Family, Mode
+from ep_backend.policy import AUTO, Role, Wish, check_wish, modes_of
+
+SETTINGS_VARIABLE = "EP_BACKEND_SETTINGS"
+
+
+class Settings(BaseModel):
+    """Settings of one engine instance; the defaults let the engine's flag work alone."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    deployment: str = "default"
+    role: Role | None = None
+    """None: from the engine's own configuration (vLLM: kv_role)."""
+    mode: Wish = AUTO
+    max_tokens: dict[Mode, PositiveInt] = {}
+    """Most tokens a rank dispatches in one call, by mode. Absent: the engine's own limit, for the mode in use."""
+    lanes: Literal[1, 2] | None = None
+    """None: 2 if the engine runs two micro-batches, else 1."""
+    timeout_s: PositiveFloat = 60.0
+    gpus_per_node: PositiveInt | None = None
+    """Ranks of one scale-up domain; None: found out. Smaller than the host makes virtual nodes."""
+    fp8: bool = True
+    """Rows travel as FP8 where the experts take FP8 with 128-wide scales; otherwise as bf16."""
+    agent_host: str = "127.0.0.1"
+    agent_port: PositiveInt | None = None
+    """Rank r's agent listens at this port plus r; None: no agent."""
+    agent_key: SecretStr | None = None
+
+    @model_validator(mode="after")
+    def _modes_fit_the_role(self) -> Self:
+        if self.role is not None:
+            check_wish(self.role, self.mode)
+            for mode in self.max_tokens:
+                check_wish(self.role, mode)
+        decode = {n for m, n in self.max_tokens.items() if m in modes_of(Family.DECODE)}
+        if self.role is Role.DECODE and len(decode) > 1:
+            raise ValueError(
+                f"max_tokens={{{', '.join(f'{m.value}: {n}' for m, n in self.max_tokens.items())}}} differ, but the "
+                "engine sizes the rows of its decode experts once; give the decode modes one number"
+            )
+        return self
+
+
+def load_settings() -> Settings:
+    """The settings of this process; ValueError names the file and what is wrong in it."""
+    path = os.environ.get(SETTINGS_VARIABLE)
+    if not path:
+        return Settings()
+    try:
+        return Settings.model_validate_json(Path(path).read_text())
+    except OSError as e:
+        raise ValueError(f"{SETTINGS_VARIABLE}={path} cannot be read: {e.strerror}") from None
+    except ValidationError as e:
+        raise ValueError(f"{SETTINGS_VARIABLE}={path}: {e}") from None

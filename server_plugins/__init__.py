@@ -1,0 +1,1 @@
+"""Engine adapters, one sub-package an engine; each imports only its engine."""

@@ -1,0 +1,168 @@
+"""What a vLLM configuration and the deployment's settings ask of the backend; refuses what cannot work."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ep_backend.config import BufferConfig
+from ep_backend.modes import Family, Mode
+from ep_backend.policy import AUTO, Forward, Role, Situation, Wish, decide, family_of, modes_of
+from ep_backend.settings import Settings, load_settings
+from server_plugins.vllm import NAME, compat
+
+FLAG = f"--all2all-backend {NAME}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What this instance is: the same on all its ranks and in all its processes."""
+
+    settings: Settings
+    role: Role
+    wish: Wish
+    family: Family
+    lanes: int
+
+    @property
+    def alias(self) -> str:
+        """vLLM's own backend with the same formats and abilities, for its decisions by name (graphs, micro-batches)."""
+        return "deepep_low_latency" if self.family is Family.DECODE else "deepep_high_throughput"
+
+    def capacity(self, max_num_tokens: int, top_k: int, nodes: int) -> dict[Mode, int]:
+        """max_tokens of the modes that this instance can run; ValueError if the engine's batches do not fit."""
+        given = {m: n for m, n in self.settings.max_tokens.items() if m in modes_of(self.family)}
+        if self.wish != AUTO:
+            given.setdefault(Mode(self.wish), max_num_tokens)
+        if not given:
+            every = dict.fromkeys(modes_of(self.family), max_num_tokens)
+            mode = decide(self.situation(max_num_tokens, every, top_k, nodes)).mode
+            given = {mode: max_num_tokens}
+        room = given[Mode(self.wish)] if self.wish != AUTO else max(given.values())
+        if room < max_num_tokens:
+            names = ", ".join(f"{m.value}={n}" for m, n in given.items())
+            raise ValueError(
+                f"max_tokens ({names}) is less than the {max_num_tokens} tokens that vLLM may put in one batch; "
+                f"raise max_tokens to {max_num_tokens}, or lower --max-num-batched-tokens to {room}"
+            )
+        if self.family is Family.DECODE and len(set(given.values())) > 1:
+            names = ", ".join(f"{m.value}={n}" for m, n in given.items())
+            raise ValueError(f"max_tokens ({names}) differ; vLLM sizes its decode experts once, give one number")
+        return given
+
+    def situation(
+        self, tokens: int, capacity: Mapping[Mode, int], top_k: int, nodes: int, capture: bool = False
+    ) -> Situation:
+        """vLLM's batches mix prompts and decoding, and its format is fixed at start: so the family alone counts."""
+        role = Role.DECODE if self.family is Family.DECODE else Role.PREFILL
+        return Situation(role, Forward.MIXED, tokens, capacity, top_k, nodes, capture, self.wish)
+
+    def buffer_arguments(
+        self, hidden: int, num_experts: int, top_k: int, capacity: Mapping[Mode, int], payloads: tuple[str, ...]
+    ) -> dict[str, Any]:
+        """Arguments of this instance's EpBuffer, and of its BufferConfig."""
+        return {
+            "hidden": hidden,
+            "num_experts": num_experts,
+            "top_k": top_k,
+            "max_tokens": {mode.value: n for mode, n in capacity.items()},
+            "lanes": self.lanes,
+            "payloads": payloads,
+            "gpus_per_node": self.settings.gpus_per_node,
+            "timeout_s": self.settings.timeout_s,
+            "fabric": fabric(),
+        }
+
+
+def fabric() -> str:
+    from vllm.platforms import current_platform
+
+    return "host" if current_platform.is_cpu() else "nvshmem"
+
+
+def choose(config: Any) -> Choice:
+    """Read the settings against a VllmConfig; ValueError or RuntimeError for what can be refused before loading."""
+    compat.require_version()
+    parallel, settings = config.parallel_config, load_settings()
+    _require_parallelism(parallel)
+    if config.lora_config is not None:
+        raise ValueError(f"{FLAG} does not serve LoRA adapters; remove --enable-lora, or choose another backend")
+    if config.model_config is not None:
+        _require_dtype(config.model_config.dtype)
+    role = _role(settings, config.kv_transfer_config)
+    return Choice(settings, role, settings.mode, family_of(role, settings.mode), _lanes(settings, parallel))
+
+
+def is_decode(transfer: Any) -> bool:
+    """Will an instance with that KV transfer configuration run the decode family?"""
+    settings = load_settings()
+    return family_of(_role(settings, transfer), settings.mode) is Family.DECODE
+
+
+def require_room(choice: Choice, config: Any) -> None:
+    """Apply the buffer's own rules to the model's shape, before weights are loaded. Needs a finished VllmConfig."""
+    model = config.model_config
+    experts = model.get_num_experts() if model is not None else 0
+    if not experts:
+        return
+    parallel = config.parallel_config
+    ranks = parallel.data_parallel_size * parallel.prefill_context_parallel_size * parallel.tensor_parallel_size
+    top_k = model.get_num_experts_per_tok()
+    nodes = ranks // (choice.settings.gpus_per_node or ranks)
+    BufferConfig.make(
+        ranks,
+        **choice.buffer_arguments(
+            model.get_hidden_size(),
+            experts + (parallel.eplb_config.num_redundant_experts if parallel.enable_eplb else 0),
+            top_k,
+            choice.capacity(config.scheduler_config.max_num_batched_tokens, top_k, max(nodes, 1)),
+            ("fp32",) if model.dtype == torch.float32 else ("bf16",),
+        ),
+    )
+
+
+def _require_parallelism(parallel: Any) -> None:
+    if not parallel.enable_expert_parallel:
+        raise ValueError(f"{FLAG} needs expert parallelism; add --enable-expert-parallel")
+    if parallel.data_parallel_size == 1:
+        raise ValueError(
+            f"{FLAG} needs --data-parallel-size above 1: with it at 1 vLLM runs no all-to-all "
+            f"(--tensor-parallel-size {parallel.tensor_parallel_size} alone replicates the tokens)"
+        )
+    if getattr(parallel, "enable_elastic_ep", False):
+        raise ValueError(f"{FLAG} does not resize a running EP group; remove --enable-elastic-ep")
+    if parallel.use_ubatching and parallel.num_ubatches > 2:
+        raise ValueError(f"--ubatch-size {parallel.num_ubatches} exceeds the 2 micro-batches {NAME} can overlap; use 2")
+
+
+def _require_dtype(dtype: torch.dtype) -> None:
+    allowed = {torch.bfloat16: "bfloat16"}
+    if fabric() == "host":
+        allowed[torch.float32] = "float32"
+    if dtype not in allowed:
+        raise ValueError(f"--dtype {str(dtype).removeprefix('torch.')} cannot be dispatched; use {_or(allowed)}")
+
+
+def _or(names: Mapping[torch.dtype, str]) -> str:
+    return " or ".join(names.values())
+
+
+def _role(settings: Settings, transfer: Any) -> Role:
+    """kv_role and the settings must not contradict each other; kv_both goes with any role."""
+    kv_role = transfer.kv_role if transfer is not None else None
+    from_engine = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE}.get(kv_role or "")
+    if settings.role is None:
+        return from_engine or Role.UNIFIED
+    if from_engine not in (None, settings.role):
+        raise ValueError(
+            f"role {settings.role.value} contradicts kv_role {kv_role}; set role to {from_engine.value}, or change "
+            "--kv-transfer-config"
+        )
+    return settings.role
+
+
+def _lanes(settings: Settings, parallel: Any) -> int:
+    if settings.lanes == 1 and parallel.use_ubatching:
+        raise ValueError("lanes=1 leaves no room for --enable-dbo's second micro-batch; set lanes to 2")
+    return settings.lanes or (2 if parallel.use_ubatching else 1)

@@ -1,0 +1,123 @@
+"""One a worker: the buffers of its EP group, the mode they run, and what watches over them."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
+from vllm.distributed.parallel_state import in_the_same_node_as
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.logger import init_logger
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id
+
+from ep_backend.agent import Agent, Identity
+from ep_backend.buffer import EpBuffer
+from ep_backend.modes import Family, Mode
+from ep_backend.policy import Wish, decide
+from ep_backend.watchdog import Watchdog
+from server_plugins.vllm.choice import Choice, choose, fabric
+
+log = init_logger("vllm.ep_backend")
+
+# Without graphs the next call raises, and the engine reports that; with them nothing else would end the worker.
+GRACE_S = {"host": 10.0, "nvshmem": 0.0}
+
+
+class EpManager(All2AllManagerBase):
+    """What vLLM keeps in the EP group's communicator. ``mode`` is read at every call and may change between steps."""
+
+    def __init__(self, cpu_group: Any) -> None:
+        super().__init__(cpu_group)
+        _show_core_log()
+        self.choice: Choice = choose(get_current_vllm_config())
+        self.mode: Wish = self.choice.wish
+        self.sms: int | None = None
+        per_node = self.choice.settings.gpus_per_node or sum(in_the_same_node_as(cpu_group, source_rank=0))
+        if self.world_size % per_node:
+            raise ValueError(
+                f"{per_node} of the {self.world_size} EP ranks share a node; set gpus_per_node to a divisor, "
+                "or give every node the same number of ranks"
+            )
+        self.gpus_per_node = per_node
+        self.buffers: list[EpBuffer] = []
+        self._by_shape: dict[tuple[int, int, int, str], EpBuffer] = {}
+        self._watchdog = Watchdog(self.failure, grace_s=GRACE_S[fabric()])
+        self._watchdog.start()
+        self._agent = self._start_agent()
+
+    @property
+    def nodes(self) -> int:
+        return self.world_size // self.gpus_per_node
+
+    @property
+    def batched(self) -> bool:
+        """True for the decode family's format: rows by expert."""
+        return self.choice.family is Family.DECODE
+
+    @property
+    def lane(self) -> int:
+        """The lane of the micro-batch that the calling thread runs."""
+        return dbo_current_ubatch_id()
+
+    def buffer(self, hidden: int, num_experts: int, top_k: int, payload: str, capacity: Mapping[Mode, int]) -> EpBuffer:
+        """The one buffer of that shape; made at the first call, which is collective and belongs to model loading."""
+        shape = (hidden, num_experts, top_k, payload)
+        if shape not in self._by_shape:
+            arguments = self.choice.buffer_arguments(hidden, num_experts, top_k, capacity, (payload,))
+            made = EpBuffer(self.cpu_group, **{**arguments, "gpus_per_node": self.gpus_per_node})
+            self._by_shape[shape] = made
+            self.buffers.append(made)
+            log.info(made.describe())
+        return self._by_shape[shape]
+
+    def mode_now(self, capacity: Mapping[Mode, int], top_k: int, max_num_tokens: int) -> Mode:
+        """The mode of this step, decided from values that vLLM has already agreed over all ranks."""
+        tokens = _agreed_tokens(max_num_tokens)
+        capture = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        return decide(self.choice.situation(self.mode, tokens, capacity, top_k, self.nodes, capture)).mode
+
+    def failure(self) -> str | None:
+        return next((reason for buffer in self.buffers if (reason := buffer.failure())), None)
+
+    def set_num_sms(self, num_sms: int) -> None:
+        self.sms = num_sms
+
+    def destroy(self) -> None:
+        self._watchdog.stop()
+        if self._agent is not None:
+            self._agent.stop()
+        for buffer in self.buffers:
+            buffer.destroy()
+
+    def _start_agent(self) -> Agent | None:
+        import vllm
+
+        settings = self.choice.settings
+        if settings.agent_port is None:
+            return None
+        return Agent(
+            Identity(
+                settings.deployment, self.choice.role.value, self.rank, self.world_size, f"vllm {vllm.__version__}"
+            ),
+            host=settings.agent_host,
+            port=settings.agent_port + self.rank,
+            key=settings.agent_key.get_secret_value() if settings.agent_key else None,
+            mode_desired=lambda: self.mode if isinstance(self.mode, str) else self.mode.value,
+            buffers=lambda: self.buffers,
+        )
+
+
+def _agreed_tokens(max_num_tokens: int) -> int:
+    """Most tokens of any rank in this step; the limit where vLLM has not exchanged them."""
+    metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
+    return int(metadata.num_tokens_across_dp_cpu.max()) if metadata is not None else max_num_tokens
+
+
+def _show_core_log() -> None:
+    """ep_backend's own lines go where vLLM's go."""
+    core, engine = logging.getLogger("ep_backend"), logging.getLogger("vllm")
+    core.handlers = engine.handlers
+    core.setLevel(engine.level)
+    core.propagate = engine.propagate
