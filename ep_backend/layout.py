@@ -13,6 +13,7 @@ MAX_TOP_K = 32
 RECORD_ALIGN = 32
 REGION_ALIGN = 1024
 RAIL_CHANNELS = 4
+CHANNELS = 64
 COUNT_BITS = 24
 COUNT_MASK = (1 << COUNT_BITS) - 1
 
@@ -135,6 +136,9 @@ class Words:
     arrival: int
     expert_arrival: int
     returned: int
+    stream_begin: int
+    stream_tail: int
+    stream_returned: int
     rail_tail: int
     rail_total: int
     relay_returned: int
@@ -157,6 +161,9 @@ def words(s: Shape) -> Words:
         "arrival": s.ranks,
         "expert_arrival": s.experts if s.per_expert else 0,
         "returned": s.ranks,
+        "stream_begin": s.ranks * (CHANNELS + 1),
+        "stream_tail": s.ranks * CHANNELS,
+        "stream_returned": s.ranks * CHANNELS,
         "rail_tail": s.nodes * RAIL_CHANNELS,
         "rail_total": s.nodes * RAIL_CHANNELS,
         "relay_returned": s.ranks,
@@ -198,9 +205,7 @@ def low_latency_bytes(s: Shape) -> ModeBytes:
     if not s.per_expert:
         return per_rank
     per_expert = slot_mode_bytes(s, s.low_latency, True)
-    return ModeBytes(
-        max(per_rank.dispatch, per_expert.dispatch), max(per_rank.combine, per_expert.combine)
-    )
+    return ModeBytes(max(per_rank.dispatch, per_expert.dispatch), max(per_rank.combine, per_expert.combine))
 
 
 def hybrid_bytes(s: Shape) -> ModeBytes:

@@ -35,7 +35,7 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_constants(header: Any) -> None:
-    out = (ctypes.c_int64 * 7)()
+    out = (ctypes.c_int64 * 8)()
     header.dump_constants(out)
     names = "SCALE_GROUP MAX_TOP_K RECORD_ALIGN REGION_ALIGN RAIL_CHANNELS CHANNELS COUNT_BITS COUNT_MASK"
     assert list(out) == [getattr(layout, n) for n in names.split()]

@@ -23,6 +23,7 @@ constexpr i64 kMaxTopK = 32;          // one warp lane a pick
 constexpr i64 kRecordAlign = 32;      // a record starts on a sector, and bulk copies need 16
 constexpr i64 kRegionAlign = 1024;
 constexpr i64 kRailChannels = 4;      // independent tails of hybrid's rail hop
+constexpr i64 kChannels = 64;         // most streams, one a thread block, that a source's records travel in (CUDA)
 constexpr i64 kCountBits = 24;        // low bits of a signal word; the upper 40 hold the epoch
 constexpr u64 kCountMask = (u64(1) << kCountBits) - 1;
 
@@ -94,6 +95,9 @@ struct Words {
   i64 arrival;          // [R]      by source rank: its records of this epoch are here (direct, low_latency, hybrid's last hop)
   i64 expert_arrival;   // [e][R]   the same for each local expert (low_latency, per_expert form)
   i64 returned;         // [R]      by rank: its combine rows are here, and my dispatch slots there are free
+  i64 stream_begin;     // [R][64+1] by source rank and channel: slot of its first record; behind the last channel, all its records
+  i64 stream_tail;      // [R][64]  by source rank and channel: records written so far (direct, low_latency on CUDA)
+  i64 stream_returned;  // [R][64]  by rank and my channel: combine rows written so far
   i64 rail_tail;        // [N][C]   by source node and channel: records written so far (hybrid)
   i64 rail_total;       // [N][C]   by source node and channel: records there will be (hybrid)
   i64 relay_returned;   // [N][G]   by source node and GPU of my node: its partial sums are here (hybrid)
@@ -122,6 +126,9 @@ EP_HD Words words(const Shape& s) {
   w.arrival = take(at, R);
   w.expert_arrival = take(at, s.per_expert ? s.experts : 0);
   w.returned = take(at, R);
+  w.stream_begin = take(at, R * (kChannels + 1));
+  w.stream_tail = take(at, R * kChannels);
+  w.stream_returned = take(at, R * kChannels);
   w.rail_tail = take(at, N * kRailChannels);
   w.rail_total = take(at, N * kRailChannels);
   w.relay_returned = take(at, R);
