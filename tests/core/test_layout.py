@@ -31,14 +31,17 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> Any:
     subprocess.run(
         ["g++", *flags, f"-I{HEADER.parents[1]}", str(source), "-o", str(library)], check=True
     )
-    return ctypes.CDLL(str(library))
+    found = ctypes.CDLL(str(library))
+    found.dump_shape.restype = found.dump_structs.restype = ctypes.c_int64
+    return found
 
 
-def test_constants(header: Any) -> None:
-    out = (ctypes.c_int64 * 8)()
-    header.dump_constants(out)
-    names = "SCALE_GROUP MAX_TOP_K RECORD_ALIGN REGION_ALIGN RAIL_CHANNELS CHANNELS COUNT_BITS COUNT_MASK"
-    assert list(out) == [getattr(layout, n) for n in names.split()]
+def test_constants() -> None:
+    found = re.findall(r"^constexpr i64 k(\w+) = (\d+);", HEADER.read_text(), re.M)
+    assert len(found) >= 6
+    for name, value in found:
+        assert getattr(layout, re.sub(r"(?<!^)([A-Z])", r"_\1", name).upper()) == int(value), name
+    assert layout.COUNT_MASK == (1 << layout.COUNT_BITS) - 1
 
 
 @given(st.integers(0, 2**40 - 1), st.integers(0, 2**24 - 1))
@@ -110,9 +113,7 @@ def python_values(s: Shape, at: list[int]) -> list[int]:
     ]
     return [
         *(s.nodes, s.local_experts, s.rank_copies, s.node_copies, s.gpu_copies, s.rail_limit),
-        *astuple(layout.words(s)),
         *(v for b in mode_bytes for v in astuple(b)),
-        *astuple(layout.lane(s)),
         layout.abort_bytes(s),
         layout.lane_offset(s, lane),
         layout.heap_bytes(s, 2),
@@ -129,9 +130,14 @@ def python_values(s: Shape, at: list[int]) -> list[int]:
 def header_values(header: Any, s: Shape, at: list[int]) -> list[int]:
     out = (ctypes.c_int64 * 128)()
     packed = (ctypes.c_int64 * len(fields(Shape)))(*astuple(s))
-    header.dump_shape.restype = ctypes.c_int64
     count = header.dump_shape(packed, (ctypes.c_int64 * len(at))(*at), out)
     return list(out[:count])
+
+
+def header_structs(header: Any, s: Shape) -> list[int]:
+    out = (ctypes.c_int64 * 128)()
+    packed = (ctypes.c_int64 * len(fields(Shape)))(*astuple(s))
+    return list(out[: header.dump_structs(packed, out)])
 
 
 @settings(max_examples=500, deadline=None)
@@ -145,6 +151,7 @@ def test_shapes(header: Any, s: Shape, data: Any) -> None:
         *(index(s.ranks + s.nodes), index(s.node_copies), index(s.gpu_copies), index(2)),
     ]
     assert header_values(header, s, at) == python_values(s, at)
+    assert header_structs(header, s) == [*astuple(layout.words(s)), *astuple(layout.lane(s))]
 
 
 def test_offsets_past_4_gib(header: Any) -> None:
@@ -165,6 +172,8 @@ def test_regions_do_not_overlap(s: Shape) -> None:
     lengths |= dict.fromkeys(("rail_tail", "rail_total"), s.nodes * layout.RAIL_CHANNELS)
     lengths |= dict.fromkeys(("stream_tail", "stream_returned"), s.ranks * layout.CHANNELS)
     lengths["stream_begin"] = s.ranks * (layout.CHANNELS + 1)
+    lengths |= {"stream_begin": s.ranks * (layout.CHANNELS + 1)}
+    lengths |= dict.fromkeys(("stream_tail", "stream_returned"), s.ranks * layout.CHANNELS)
     by_node = ("rail_count", "rail_ring_tail", "rail_ring_head", "rail_back_tail", "rail_back_head")
     lengths |= dict.fromkeys(by_node, s.nodes)
     names = [f.name for f in fields(Words) if f.name != "bytes"]
@@ -178,9 +187,12 @@ def test_regions_do_not_overlap(s: Shape) -> None:
     assert layout.heap_bytes(s, 2) - layout.heap_bytes(s, 1) == a.bytes
 
 
-def test_header_and_module_have_the_same_words() -> None:
+def test_header_and_module_have_the_same_fields() -> None:
     text = HEADER.read_text()
-    struct = re.search(r"struct Words \{(.*?)\n\};", text, re.S)
-    assert struct is not None
-    in_header = re.findall(r"^  i64 (\w+);", struct.group(1), re.M)
-    assert in_header == [f.name for f in fields(Words)]
+    for name, ours in (("Words", Words), ("Lane", layout.Lane), ("Record", layout.Record)):
+        struct = re.search(rf"struct {name} \{{(.*?)\}};", text, re.S)
+        assert struct is not None
+        members = re.findall(r"^ *i64 ([\w, ]+);", struct.group(1), re.M)
+        assert [m.strip() for line in members for m in line.split(",")] == [
+            f.name for f in fields(ours)
+        ]

@@ -1,0 +1,323 @@
+"""Wrong arguments of dispatch and combine: refused before anything is sent, and the next call works."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tests.core import oracle
+from tests.core.pool import Outcome, World, attempt, modes
+from tests.core.rounds import Round
+
+T, K, H, E = 5, 4, 256, 24
+
+
+def base(world: World) -> dict[str, Any]:
+    d = world.device
+    return {
+        "x": torch.ones(T, H, dtype=torch.bfloat16, device=d),
+        "topk_ids": torch.zeros(T, K, dtype=torch.int64, device=d),
+        "topk_weights": torch.ones(T, K, device=d),
+        "mode": "direct",
+    }
+
+
+def fp8(tokens: int = T, width: int = H // 128, dtype: torch.dtype = torch.float32) -> Any:
+    rows = torch.zeros(tokens, H).to(torch.float8_e4m3fn)
+    return rows, torch.ones(tokens, width).to(dtype)
+
+
+# name: changed arguments, error, words its message must have
+BAD: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    "too many tokens": (
+        {
+            "x": torch.ones(13, H).bfloat16(),
+            "topk_ids": torch.zeros(13, K, dtype=torch.int64),
+            "topk_weights": torch.ones(13, K),
+        },
+        "ValueError",
+        ("13 tokens", "max_tokens=12", "direct", "raise max_tokens"),
+    ),
+    "other K": (
+        {"topk_ids": torch.zeros(T, 3, dtype=torch.int64)},
+        "ValueError",
+        ("topk_ids", "[5, 3]", "[5, 4]"),
+    ),
+    "weights of other K": (
+        {"topk_weights": torch.ones(T, 5)},
+        "ValueError",
+        ("topk_weights", "[5, 5]", "[5, 4]"),
+    ),
+    "ids for fewer tokens": (
+        {"topk_ids": torch.zeros(T - 1, K, dtype=torch.int64)},
+        "ValueError",
+        ("topk_ids", "[4, 4]", "[5, 4]"),
+    ),
+    **{
+        f"ids {dtype}": (
+            {"topk_ids": torch.zeros(T, K).to(dtype)},
+            "TypeError",
+            ("topk_ids", str(dtype), "int32 or int64"),
+        )
+        for dtype in (torch.int16, torch.uint8, torch.uint32, torch.float32, torch.bool)
+    },
+    **{
+        f"weights {dtype}": (
+            {"topk_weights": torch.ones(T, K, dtype=dtype)},
+            "TypeError",
+            ("topk_weights", str(dtype), "float32"),
+        )
+        for dtype in (torch.bfloat16, torch.float64)
+    },
+    **{
+        f"x {dtype}": (
+            {"x": torch.ones(T, H, dtype=dtype)},
+            "TypeError",
+            (str(dtype), "bfloat16"),
+        )
+        for dtype in (torch.float16, torch.float64, torch.int32)
+    },
+    "e4m3 without scales": ({"x": fp8()[0]}, "TypeError", ("float8_e4m3fn", "scales")),
+    "hidden": ({"x": torch.ones(T, H + 8).bfloat16()}, "ValueError", ("[5, 264]", "[T, 256]")),
+    "x of one dimension": ({"x": torch.ones(H).bfloat16()}, "ValueError", ("[256]", "[T, 256]")),
+    "x of three dimensions": (
+        {"x": torch.ones(T, 1, H).bfloat16()},
+        "ValueError",
+        ("[5, 1, 256]", "[T, 256]"),
+    ),
+    "id E": (
+        {"topk_ids": torch.full((T, K), E)},
+        "ValueError",
+        ("24", "0..23", "-1"),
+    ),
+    "id -2": (
+        {"topk_ids": torch.full((T, K), -2)},
+        "ValueError",
+        ("-2", "0..23", "-1"),
+    ),
+    "id past 32 bits": (
+        {"topk_ids": torch.full((T, K), 1 << 32)},
+        "ValueError",
+        (str(1 << 32), "0..23"),
+    ),
+    "mode": ({"mode": "fast"}, "ValueError", ("'fast'", "direct")),
+    "layout": ({"layout": "dense"}, "ValueError", ("'dense'", "compact or masked")),
+    "sms": ({"sms": 0}, "ValueError", ("sms=0", "at least 1")),
+    "fp8 format": ({"fp8": "e5m2"}, "ValueError", ("'e5m2'", "'fp32' or 'ue8m0'")),
+    "fp8 twice": ({"x": fp8(), "fp8": "fp32"}, "ValueError", ("quantised already",)),
+    "scales shape": ({"x": fp8(width=3)}, "ValueError", ("scales", "[5, 3]", "[5, 2]")),
+    "scales dtype": (
+        {"x": fp8(dtype=torch.float64)},
+        "TypeError",
+        ("scales", "float64", "float32", "int32"),
+    ),
+    "no ids": ({"topk_ids": None}, "ValueError", ("topk_ids",)),
+    "no weights": ({"topk_weights": None}, "ValueError", ("topk_weights",)),
+    "hook and async": (
+        {"return_hook": True, "async_finish": True},
+        "ValueError",
+        ("return_hook", "async_finish", "exclude"),
+    ),
+    "elsewhere": (
+        {"x": torch.ones(T, H, dtype=torch.bfloat16, device="meta")},
+        "TypeError",
+        ("x is on meta", "move"),
+    ),
+    "ids elsewhere": (
+        {"topk_ids": torch.zeros(T, K, dtype=torch.int64, device="meta")},
+        "TypeError",
+        ("topk_ids is on meta",),
+    ),
+    "not a tensor": ({"x": [[0.0] * H] * T}, "TypeError", ("x", "list")),
+    "ids not a tensor": ({"topk_ids": [[0] * K] * T}, "TypeError", ("topk_ids", "list")),
+}
+ONLY_HOST = {
+    # On a GPU the host does not read the ids; fp32 rows are no payload there.
+    *("id E", "id -2", "id past 32 bits"),
+}
+
+
+def refused(world: World, names: list[str]) -> dict[str, tuple[Outcome, bool]]:
+    """Every rank gives the wrong arguments; whether the call after it works."""
+    buffer = world.buffer()
+    found = {}
+    for name in names:
+        changes = {k: _move(world, v) for k, v in BAD[name][0].items()}
+        arguments = {**base(world), **changes}
+        outcome = attempt(lambda a=arguments: buffer.dispatch(**a))  # type: ignore[misc]
+        after = attempt(lambda: Round(world, buffer, oracle.make_case(0, [4, 2]), "direct").run())
+        found[name] = (Outcome(0, outcome.kind, None, outcome.error, outcome.message), after.kind == "ok")
+    return found
+
+
+def _move(world: World, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_move(world, v) for v in value)
+    here = isinstance(value, torch.Tensor) and value.device.type == "cpu"
+    return value.to(world.device) if here else value
+
+
+@pytest.fixture(scope="module")
+def refusals(ranks: Any) -> Any:
+    """All wrong calls in one go, by fabric."""
+    seen: dict[str, Any] = {}
+
+    def of(fabric: str) -> Any:
+        if fabric not in seen:
+            names = [n for n in BAD if fabric == "host" or n not in ONLY_HOST]
+            seen[fabric] = ranks(2, fabric).run(refused, names)
+        return seen[fabric]
+
+    return of
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused_with_value_rule_and_fix(refusals: Any, fabric: str, name: str) -> None:
+    if fabric != "host" and name in ONLY_HOST:
+        pytest.skip("ids on the device are not read by the host")
+    for by_name in refusals(fabric):
+        outcome, works = by_name[name]
+        assert outcome.error == BAD[name][1], outcome
+        for word in BAD[name][2]:
+            assert word in outcome.message
+        assert works, "the call after the refused one"
+
+
+def absent(world: World) -> list[Outcome]:
+    with world.make(max_tokens={"direct": 4}, payloads=("bf16",)) as buffer:
+        found = []
+        for changes in ({"mode": "low_latency"}, {"fp8": "fp32"}, {"lane": 2}, {"lane": -1}):
+            arguments = {**base(world), **changes, "x": base(world)["x"][:4]}
+            arguments |= {k: arguments[k][:4] for k in ("topk_ids", "topk_weights")}
+            outcome = attempt(lambda a=arguments: buffer.dispatch(**a))  # type: ignore[misc]
+            found.append(Outcome(0, outcome.kind, None, outcome.error, outcome.message))
+        Round(world, buffer, oracle.make_case(0, [4, 2]), "direct").run()
+        return found
+
+
+def test_what_the_buffer_was_not_made_for(ranks: Any, fabric: str) -> None:
+    for mode, payload, lane, negative in ranks(2, fabric).run(absent):
+        assert mode.error == "ValueError" and "low_latency" in mode.message
+        assert "direct=4" in mode.message and "max_tokens" in mode.message
+        assert payload.error == "TypeError" and "fp8" in payload.message
+        assert "payloads (bf16)" in payload.message and "constructor" in payload.message
+        assert lane.error == "ValueError" and "lane=2" in lane.message
+        assert negative.error == "ValueError" and "lane=-1" in negative.message
+
+
+def per_expert_compact(world: World) -> Outcome:
+    with world.make(low_latency_form="per_expert") as buffer:
+        outcome = attempt(
+            lambda: buffer.dispatch(**{**base(world), "mode": "low_latency", "layout": "compact"})
+        )
+        Round(world, buffer, oracle.make_case(0, [4, 2]), "low_latency").run()
+        return Outcome(0, outcome.kind, None, outcome.error, outcome.message)
+
+
+def test_the_per_expert_form_has_no_compact_layout(ranks: Any, fabric: str) -> None:
+    for outcome in ranks(2, fabric).run(per_expert_compact):
+        assert outcome.error == "ValueError"
+        assert "per_expert" in outcome.message and "masked" in outcome.message
+
+
+def one_rank_over(world: World, mode: str, late: int, wrong: int) -> list[Outcome]:
+    """Rank ``wrong`` exceeds the capacity, ``late`` comes when the others are in the next call; twice."""
+    found = []
+    with world.make(gpus_per_node=1 if world.size == 3 else None) as buffer:
+        for turn in range(2):
+            if world.rank == late:
+                time.sleep(0.3)
+            tokens = [4] * world.size
+            tokens[wrong] = 13
+            case = oracle.make_case(turn, tokens)
+            outcome = attempt(lambda c=case: Round(world, buffer, c, mode).run())  # type: ignore[misc]
+            found.append(Outcome(world.rank, outcome.kind, None, outcome.error, outcome.message))
+            Round(world, buffer, oracle.make_case(turn, [3] * world.size), mode).run()
+    return found
+
+
+@pytest.mark.parametrize("wrong", [0, 2])
+@pytest.mark.parametrize("mode", ["normal", "direct", "low_latency", "hybrid"])
+def test_one_rank_over_capacity_is_refused_on_all(ranks: Any, mode: str, wrong: int) -> None:
+    late = 1
+    for rank, turns in enumerate(ranks(3).run(one_rank_over, mode, late, wrong)):
+        for outcome in turns:
+            assert outcome.error == ("ValueError" if rank == wrong else "EpRefused"), outcome
+            assert "13 tokens exceed max_tokens=12" in outcome.message
+            if rank != wrong:
+                assert f"rank {wrong} refused" in outcome.message
+
+
+def strided(world: World) -> None:
+    """Views that are not contiguous give what their copies give."""
+    buffer = world.buffer()
+    case = oracle.make_case(3, [6, 4])
+    want = Round(world, buffer, case, "direct").run().out
+    x = case.x[world.rank].bfloat16().to(world.device)
+    ids = case.ids[world.rank].to(world.device)
+    weights = case.weights[world.rank].to(world.device)
+    wide = torch.zeros(len(x), 2 * H, dtype=x.dtype, device=x.device)
+    wide[:, :H] = x
+    spaced = x.repeat_interleave(2, 0)
+    views = [wide[:, :H], x.t().contiguous().t(), spaced[::2]]
+    for view in views:
+        assert not view.is_contiguous()
+        routing = ids.t().contiguous().t(), weights.repeat_interleave(2, 0)[::2]
+        got = buffer.dispatch(view, *routing, mode="direct")
+        y = oracle.run_experts(case, world.rank, got, layout="compact", payload="bf16")
+        answer = y.t().contiguous().t() if len(y) > 1 else y
+        assert torch.equal(buffer.combine(answer, got.handle), want)
+    rows, scales = oracle.quantise(x.cpu(), "fp8")
+    given = rows.to(x.device), scales.t().contiguous().t().to(x.device)
+    got = buffer.dispatch(given, ids, weights, mode="direct")
+    oracle.check_dispatch(
+        case, world.rank, got, layout="compact", payload="fp8", max_tokens=12
+    )
+    y = oracle.run_experts(case, world.rank, got, layout="compact", payload="fp8")
+    buffer.combine(y, got.handle)
+
+
+def test_strided_tensors_are_handled(ranks: Any, fabric: str) -> None:
+    ranks(2, fabric).run(strided)
+
+
+def wrong_answers(world: World, mode: str) -> list[tuple[str, str]]:
+    """combine with wrong rows, then with right ones: only its arguments were refused."""
+    buffer = world.buffer()
+    found = []
+    r = Round(world, buffer, oracle.make_case(5, [6, 4]), mode)
+    r.dispatch()
+    r.receive()
+    y = oracle.run_experts(r.case, world.rank, r.got, layout=r.layout, payload="bf16")
+    longer = torch.cat([y, y])
+    out = torch.empty(len(r.case.x[world.rank]), H, dtype=torch.bfloat16, device=world.device)
+    for bad, more in (
+        (y.float(), {}),
+        (longer, {}),
+        (y.to("meta"), {}),
+        (y, {"out": out.float()}),
+        (y, {"out": out[1:]}),
+        (y, {"return_hook": True, "async_finish": True}),
+    ):
+        o = attempt(lambda y=bad, m=more: buffer.combine(y, r.got.handle, **m))  # type: ignore[misc]
+        found.append((o.error, o.message))
+    r.out = buffer.combine(y, r.got.handle, out=out)
+    assert r.out is out
+    r.collect()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["direct", "low_latency", "normal", "hybrid"])
+def test_wrong_rows_for_combine(ranks: Any, fabric: str, mode: str) -> None:
+    if mode not in modes(fabric):
+        pytest.skip("the fabric has no such mode yet")
+    for dtype, shape, place, out_type, out_shape, both in ranks(2, fabric).run(wrong_answers, mode):
+        assert dtype[0] == "TypeError" and "float32" in dtype[1] and "bfloat16" in dtype[1]
+        assert shape[0] == "ValueError" and "y has shape" in shape[1]
+        assert place[0] == "TypeError" and "meta" in place[1]
+        assert out_type[0] == "ValueError" and "out is" in out_type[1] and "float32" in out_type[1]
+        assert out_shape[0] == "ValueError" and "out is" in out_shape[1]
+        assert both[0] == "ValueError" and "exclude" in both[1]

@@ -1,0 +1,197 @@
+"""Split phases, lanes and handles: what may be in flight together, and what is said when it may not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.core import oracle
+from tests.core.pool import World, attempt, modes
+from tests.core.rounds import Round
+
+HOOKED = ("direct", "low_latency", "hybrid")
+
+
+def said(fn: Any) -> tuple[str, str]:
+    outcome = attempt(fn)
+    return outcome.error, outcome.message
+
+
+def two_micro_batches(world: World, mode: str, hook: bool, rounds: int) -> None:
+    """a.dispatch, b.dispatch, b.combine, a.combine; with hooks every receive phase comes as late as it may."""
+    buffer = world.buffer(gpus_per_node=2 if world.size == 4 else None)
+    for n in range(rounds):
+        tokens = [(5 * r + n) % 13 for r in range(world.size)]
+        a = Round(world, buffer, oracle.make_case(2 * n, tokens), mode, lane=0, hook=hook)
+        b = Round(
+            world, buffer, oracle.make_case(2 * n + 1, tokens[::-1]), mode, lane=1, hook=hook
+        )
+        a.dispatch()
+        b.dispatch()
+        b.receive()
+        a.receive()
+        b.combine()
+        a.combine()
+        a.collect()
+        b.collect()
+
+
+@pytest.mark.parametrize("hook", [False, True], ids=["whole", "hooks"])
+@pytest.mark.parametrize("mode", ["normal", *HOOKED])
+def test_two_alternating_micro_batches(ranks: Any, fabric: str, mode: str, hook: bool) -> None:
+    if mode not in modes(fabric):
+        pytest.skip("the fabric has no such mode yet")
+    if mode == "normal" and hook:
+        pytest.skip("normal mode has no hook; its refusal is tested below")
+    size = 4 if fabric == "host" else 2
+    ranks(size, fabric).run(two_micro_batches, mode, hook, 10)
+
+
+def rules(world: World, mode: str) -> dict[str, Any]:
+    buffer = world.buffer()
+    case = oracle.make_case(1, [6, 3])
+    found: dict[str, Any] = {}
+    r = Round(world, buffer, case, mode, hook=True)
+    r.dispatch()
+    found["read early"] = said(lambda: r.got.rows)
+    found["counts early"] = said(lambda: r.got.counts)
+    found["dispatch without hook"] = said(lambda: Round(world, buffer, case, mode).dispatch())
+    y = torch.zeros(1, 256, dtype=torch.bfloat16, device=world.device)
+    found["combine without hook"] = said(lambda: buffer.combine(y, r.got.handle))
+    r.receive()
+    found["hook twice"] = said(r.got.hook)
+    found["dispatch before combine"] = said(lambda: Round(world, buffer, case, mode).dispatch())
+    r.combine()
+    found["combine twice"] = said(lambda: buffer.combine(r.y, r.got.handle))
+    found["dispatch before the combine hook"] = said(
+        lambda: Round(world, buffer, case, mode).dispatch()
+    )
+    r.collect()
+    found["combine hook twice"] = said(r._finish)
+    found["handle of an answered dispatch"] = said(lambda: buffer.combine(r.y, r.got.handle))
+    Round(world, buffer, case, mode).run()
+    return found
+
+
+@pytest.mark.parametrize("mode", HOOKED)
+def test_rules_of_hooks(ranks: Any, fabric: str, mode: str) -> None:
+    if mode not in modes(fabric):
+        pytest.skip("the fabric has no such mode yet")
+    for found in ranks(2, fabric).run(rules, mode):
+        assert {error for error, _ in found.values()} == {"RuntimeError"}, found
+        for name in ("read early", "counts early"):
+            assert "hook()" in found[name][1]
+        text = found["dispatch without hook"][1]
+        assert "dispatch hook" in text and mode in text and "lane 0" in text and "epoch" in text
+        assert "dispatch hook" in found["combine without hook"][1]
+        assert "already run" in found["hook twice"][1]
+        assert "combine pending" in found["dispatch before combine"][1]
+        assert "combine hook" in found["dispatch before the combine hook"][1]
+        assert "combine hook" in found["combine twice"][1]
+        assert "already run" in found["combine hook twice"][1]
+        assert "nothing pending" in found["handle of an answered dispatch"][1]
+
+
+def third_operation(world: World, mode: str) -> tuple[str, str]:
+    buffer = world.buffer()
+    case = oracle.make_case(1, [6, 3])
+    a = Round(world, buffer, case, mode, lane=0)
+    b = Round(world, buffer, case, mode, lane=1)
+    for r in (a, b):
+        r.dispatch()
+        r.receive()
+    third = said(lambda: Round(world, buffer, case, mode).dispatch())
+    for r in (a, b):
+        r.combine()
+        r.collect()
+    return third
+
+
+@pytest.mark.parametrize("mode", ["normal", *HOOKED])
+def test_a_third_operation_is_refused_and_names_the_pending(
+    ranks: Any, fabric: str, mode: str
+) -> None:
+    if mode not in modes(fabric):
+        pytest.skip("the fabric has no such mode yet")
+    for error, text in ranks(2, fabric).run(third_operation, mode):
+        assert error == "RuntimeError"
+        assert f"combine of {mode} in lane 0" in text and f"combine of {mode} in lane 1" in text
+
+
+def normal_hook(world: World) -> list[tuple[str, str]]:
+    buffer = world.buffer()
+    case = oracle.make_case(1, [6, 3])
+    found = [said(lambda: Round(world, buffer, case, "normal", hook=True).dispatch())]
+    r = Round(world, buffer, case, "normal")
+    r.dispatch()
+    r.receive()
+    y = oracle.run_experts(case, world.rank, r.got, layout="compact", payload="bf16")
+    found.append(said(lambda: buffer.combine(y, r.got.handle, return_hook=True)))
+    r.combine()
+    r.collect()
+    return found
+
+
+def test_normal_mode_refuses_hooks(ranks: Any) -> None:
+    for dispatch, combine in ranks(2).run(normal_hook):
+        for error, text in (dispatch, combine):
+            assert error == "ValueError" and "normal" in text and "async_finish" in text
+
+
+def asynchronous(world: World) -> None:
+    buffer = world.buffer()
+    case = oracle.make_case(1, [6, 3])
+    for mode in modes(world.fabric):
+        x, _ = oracle.given(case.x[world.rank].to(world.device), "bf16")
+        got = buffer.dispatch(
+            x,
+            case.ids[world.rank].to(world.device),
+            case.weights[world.rank].to(world.device),
+            mode=mode,
+            async_finish=True,
+        )
+        if got.event is not None:
+            got.event.synchronize()
+        r = Round(world, buffer, case, mode)
+        y = oracle.run_experts(case, world.rank, got, layout=r.layout, payload="bf16")
+        r.out, event = buffer.combine(y, got.handle, async_finish=True)
+        if event is not None:
+            event.synchronize()
+        r.collect()
+
+
+def test_async_finish(ranks: Any, fabric: str) -> None:
+    ranks(2, fabric).run(asynchronous)
+
+
+def cached_handle(world: World, mode: str) -> list[tuple[str, str]]:
+    """The routing of an earlier dispatch again, with other rows."""
+    buffer = world.buffer(gpus_per_node=2)
+    tokens = [7, 0, 12, 2]
+    first = oracle.make_case(1, tokens, kind="holes")
+    done = Round(world, buffer, first, mode).run()
+    for seed in range(2, 5):
+        again = oracle.make_case(seed, tokens)
+        again.ids, again.weights = first.ids, first.weights
+        Round(world, buffer, again, mode, handle=done.got.handle).run()
+        Round(world, buffer, oracle.make_case(seed, tokens[::-1]), mode).run()
+    both = {"topk_ids": first.ids[world.rank], "topk_weights": first.weights[world.rank]}
+    x = first.x[world.rank].bfloat16()
+    handle = done.got.handle
+    other = world.buffer()
+    return [
+        said(lambda: buffer.dispatch(x, **both, handle=handle, mode=mode)),
+        said(lambda: other.dispatch(x, handle=handle, mode=mode)),
+        said(lambda: buffer.dispatch(x[:-1], handle=handle, mode=mode)),
+    ]
+
+
+@pytest.mark.parametrize("mode", ["normal", *HOOKED])
+def test_a_handle_repeats_its_routing(ranks: Any, mode: str) -> None:
+    for rank, (both, foreign, other_size) in enumerate(ranks(4).run(cached_handle, mode)):
+        assert both[0] == "ValueError" and "handle" in both[1]
+        assert foreign[0] == "ValueError" and "another buffer" in foreign[1]
+        if rank != 1:  # rank 1 has no token that it could repeat
+            assert other_size[0] == "ValueError" and "shape" in other_size[1]
