@@ -24,7 +24,7 @@ from ep_backend.deployment.commands import down, up_detached
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.processes import free_ports
 from ep_backend.deployment.state import RunState
-from ep_backend.deployment.view import counters_table
+from ep_backend.deployment.view import counters_table, make_console
 from ep_backend.reference import greedy_reference
 
 PRESET = Path(__file__).parents[1] / "deploy" / "local-cpu.yaml"
@@ -50,7 +50,7 @@ class Round:
 def run_demo(break_combine: bool) -> bool:
     """True if every token of every round is the reference's and every rank's counters moved."""
     started = time.monotonic()
-    console = Console()
+    console = make_console()
     folder = Path.cwd() / ".ep" / NAME
     checkpoint = folder / "checkpoint"
     parameters = write_checkpoint(checkpoint)

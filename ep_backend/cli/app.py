@@ -44,13 +44,12 @@ def up(
     detach: Annotated[bool, typer.Option("--detach", help="return once it serves; `down` stops it")] = False,
 ) -> None:
     """Start a deployment on this machine and serve until ctrl-C."""
-    from rich.console import Console
-
     from ep_backend.deployment import commands
     from ep_backend.deployment.problems import DeploymentError
     from ep_backend.deployment.supervisor import InstanceFailed
+    from ep_backend.deployment.view import make_console
 
-    console = Console()
+    console = make_console()
     try:
         if detach:
             commands.up_detached(file, console)

@@ -55,9 +55,13 @@ def check_port_free(deployment: Deployment) -> list[Problem]:
     return []
 
 
-def batch_limit(role: Role) -> int:
+def batch_limit(deployment: Deployment, role: Role) -> int:
     """The most tokens that one rank of the engine handles in a step."""
     given = role.arg("max-num-batched-tokens")
+    if deployment.topology.device == "cpu":
+        # Without chunked prefill, which MLA lacks there, vLLM overrules the flag to fit any prompt.
+        length = role.arg("max-model-len")
+        return max(DEFAULT_BATCH, length if isinstance(length, int) else 0)
     return given if isinstance(given, int) else DEFAULT_BATCH
 
 
@@ -87,7 +91,7 @@ def _check_role(deployment: Deployment, name: RoleName, role: Role, config: dict
     place: tuple[str, ...] = ("roles", name)
     yield from _check_parallel(deployment, place, role, config)
     yield from _check_mode(place, name, role)
-    yield from _check_capacity(place, role)
+    yield from _check_capacity(deployment, place, role)
     for key in role.args:
         owner = OWNED_FLAGS.get(key.replace("_", "-").lstrip("-"))
         if owner:
@@ -134,17 +138,19 @@ def _check_mode(place: tuple[str, ...], name: RoleName, role: Role) -> Iterator[
         yield Problem((*place, "ep", "lanes"), "is 1, but overlap: dbo runs two micro-batches", "set lanes: 2")
 
 
-def _check_capacity(place: tuple[str, ...], role: Role) -> Iterator[Problem]:
+def _check_capacity(deployment: Deployment, place: tuple[str, ...], role: Role) -> Iterator[Problem]:
     capacity = role.ep.max_tokens
     if capacity is None:
         return
-    batch, sequences = batch_limit(role), role.arg("max-num-seqs")
+    batch, sequences = batch_limit(deployment, role), role.arg("max-num-seqs")
     if batch > capacity:
-        given = "max-num-batched-tokens is" if role.arg("max-num-batched-tokens") else "vLLM's default batch is"
+        flag_rules = role.arg("max-num-batched-tokens") == batch
+        fix = f", or max-num-batched-tokens to {capacity}" if deployment.topology.device == "cuda" else ""
         yield Problem(
             (*place, "ep", "max_tokens"),
-            f"is {capacity}, but {given} {batch} tokens a rank, and one step may dispatch them all",
-            f"set max_tokens to {batch}, or max-num-batched-tokens to {capacity}",
+            f"is {capacity}, but {'max-num-batched-tokens' if flag_rules else 'the batch of vLLM'} is {batch} tokens a rank, "
+            "and one step may dispatch them all",
+            f"set max_tokens to {batch}{fix}",
         )
     elif isinstance(sequences, int) and sequences > capacity:
         yield Problem(

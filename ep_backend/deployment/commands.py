@@ -63,6 +63,9 @@ def up_detached(file: Path, console: Console) -> RunState:
         child.send_signal(signal.SIGTERM)
         child.wait(deployment.target.stop_timeout_s + 15.0)
         raise
+    state = read_state(deployment.name)
+    if state is not None and state.pid == child.pid and state.error is not None:
+        raise DeploymentError([state.error])
     raise DeploymentError([log.read_text(errors="replace").strip() or f"up ended with status {child.returncode}"])
 
 

@@ -95,7 +95,7 @@ def _role_instances(deployment: Deployment, name: RoleName, role: Role, folder: 
 
 def _settings(deployment: Deployment, name: RoleName, role: Role, agent_port: int) -> dict[str, Any]:
     ep = role.ep
-    capacity = ep.max_tokens or batch_limit(role)
+    capacity = ep.max_tokens or batch_limit(deployment, role)
     virtual_node = ep.gpus_per_node or deployment.topology.gpus_per_node
     if virtual_node is None and role.nodes > 1:
         virtual_node = role.ep_size // role.nodes
@@ -108,7 +108,6 @@ def _settings(deployment: Deployment, name: RoleName, role: Role, agent_port: in
         "timeout_s": ep.timeout_s,
         "gpus_per_node": virtual_node,
         "fp8": ep.fp8,
-        "sms": ep.sms,
         "agent_host": deployment.control.host,
         "agent_port": agent_port,
         "agent_key": deployment.control.key,

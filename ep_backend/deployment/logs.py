@@ -4,21 +4,34 @@ import re
 from pathlib import Path
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_PREFIX = re.compile(r"^(\([^)]*\)\s*)?([A-Z]+ \d\d-\d\d [\d:]+ )?(\[[^\]]+\]\s*)?")
+_PREFIX = re.compile(r"^(\([^)]*\) )?([A-Z]+ \d\d-\d\d [\d:]+ )?(\[[\w.]+:\d+\] )?")
 _ERROR = re.compile(r"^[\w.]*(Error|Exception|Mismatch|Timeout)\b\S*: \S|^(Segmentation fault|Fatal|error:)|: error: ")
 TAIL_BYTES = 200_000
 
 
+CONTINUATION_LINES = 2
+
+
 def last_line(log: Path) -> str:
     lines = _tail(log)
-    return lines[-1] if lines else ""
+    return lines[-1].strip() if lines else ""
 
 
 def last_errors(log: Path, limit: int = 6) -> list[str]:
-    """The distinct error lines at the end of a log; its last lines if it names no error."""
+    """The distinct error lines at the end of a log, each with the indented lines after it; else its last lines."""
     lines = _tail(log)
-    errors = list(dict.fromkeys(line for line in lines if _ERROR.search(line)))
-    return errors[-limit:] or lines[-limit:]
+    errors: dict[str, None] = {}
+    follow = 0
+    for line in lines:
+        if _ERROR.search(line):
+            follow = CONTINUATION_LINES
+        elif follow and line.startswith("  "):
+            follow -= 1
+        else:
+            follow = 0
+            continue
+        errors[line] = None
+    return (list(errors) or lines)[-limit:]
 
 
 def _tail(log: Path) -> list[str]:
@@ -28,5 +41,5 @@ def _tail(log: Path) -> list[str]:
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return []
-    lines = (_PREFIX.sub("", _ANSI.sub("", line)).strip() for line in text.splitlines())
+    lines = (_PREFIX.sub("", _ANSI.sub("", line)).rstrip() for line in text.splitlines())
     return [line for line in lines if line]

@@ -36,7 +36,6 @@ class Ep(Strict):
 
     mode: ModeName = "auto"
     max_tokens: Positive | None = Field(default=None, description="rows a rank may dispatch; default: the batch limit")
-    sms: Positive | None = None
     overlap: Literal["none", "dbo"] = "none"
     fp8: bool = False
     lanes: Literal[1, 2] = 1

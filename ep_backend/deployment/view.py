@@ -13,6 +13,13 @@ from ep_backend.deployment.logs import last_line
 from ep_backend.deployment.state import RunState, seconds_since
 
 NOTE_WIDTH = 70
+PLAIN_WIDTH = 150
+
+
+def make_console() -> Console:
+    """On a terminal as wide as it; elsewhere (a file, a pipe) wide enough for every table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
 
 
 class Progress:
@@ -89,7 +96,7 @@ def human_bytes(size: float) -> str:
 
 
 def print_status(state: RunState, statuses: list[RankStatus]) -> None:
-    console = Console()
+    console = make_console()
     console.print(f"{state.name}: {state.phase} at {state.url}", highlight=False)
     for instance in state.instances:
         console.print(f"  {instance.name}: process {instance.pid}, log {instance.log}", highlight=False, soft_wrap=True)

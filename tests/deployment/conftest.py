@@ -17,7 +17,7 @@ FAKE = Path(__file__).with_name("fake_engine.py")
 
 PAIR = """\
 name: {name}
-topology: {{device: cpu}}
+topology: {{device: cuda}}
 model: {{path: model}}
 roles:
   prefill:

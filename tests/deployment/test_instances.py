@@ -23,7 +23,7 @@ def test_a_pair_and_its_router(write_file: Callable[..., Path], tmp_path: Path) 
     assert "--enforce-eager" in prefill.command
     assert prefill.command[prefill.command.index("--compilation-config") + 1] == '{"level": 0}'
     kv = json.loads(prefill.command[prefill.command.index("--kv-transfer-config") + 1])
-    assert kv == {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_buffer_device": "cpu"}
+    assert kv == {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_buffer_device": "cuda"}
     settings = json.loads(Path(decode.env["EP_BACKEND_SETTINGS"]).read_text())
     assert settings["role"] == "decode"
     assert settings["mode"] == "low_latency"
@@ -35,7 +35,7 @@ def test_a_pair_and_its_router(write_file: Callable[..., Path], tmp_path: Path) 
 
 
 def test_a_role_on_two_nodes_is_two_launches(write_file: Callable[..., Path], tmp_path: Path) -> None:
-    replacements = ("{device: cpu}", "{device: cpu, nodes: 2}"), ("data_parallel: 2", "data_parallel: 4\n    nodes: 2")
+    replacements = ("{device: cuda}", "{device: cuda, nodes: 2}"), ("data_parallel: 2", "data_parallel: 4\n    nodes: 2")
     deployment = load(write_file(*replacements)).deployment
     head, second, _ = engine_instances(deployment, tmp_path / "run")
     assert head.health is not None and second.health is None

@@ -38,7 +38,7 @@ def test_the_shipped_preset_loads(tmp_path: Path) -> None:
     file.write_text(source.read_text())
     decode = load(file).deployment.roles.decode
     assert decode is not None
-    assert decode.arg("max-num-batched-tokens") == 256
+    assert decode.arg("max-num-seqs") == 8
     assert decode.arg("dtype") == "float32"
 
 
@@ -65,11 +65,15 @@ FAULTS = {
     ),
     "default batch above capacity": (
         ("    args: {max-num-batched-tokens: 256}\n", ""),
-        "roles.decode.ep.max_tokens: is 256, but vLLM's default batch is 2048 tokens a rank",
+        "roles.decode.ep.max_tokens: is 256, but the batch of vLLM is 2048 tokens a rank",
     ),
     "sequences above capacity": (
         ("max-num-batched-tokens: 256", "max-num-batched-tokens: 256, max-num-seqs: 300"),
         "roles.decode.ep.max_tokens: is 256, but max-num-seqs is 300",
+    ),
+    "the least batch on a CPU": (
+        ("device: cuda", "device: cpu, nodes: 1"),
+        "roles.prefill.ep.max_tokens: is 1024, but the batch of vLLM is 2048 tokens a rank",
     ),
     "experts not divisible": (
         ("data_parallel: 2", "data_parallel: 3"),
@@ -107,8 +111,8 @@ def test_one_fault_is_one_line(fault: str, write_file: WriteFile) -> None:
     lines = lines_of(file)
     assert any(expected in line for line in lines), lines
     assert all(line.startswith(f"{file}:") for line in lines)
-    # A key misspelt is also a key missing; every other fault is told once.
-    assert len(lines) == (2 if fault == "unknown key" else 1), lines
+    # A misspelt key is also a missing one, and both roles have a batch; every other fault is told once.
+    assert len(lines) == (2 if fault in ("unknown key", "the least batch on a CPU") else 1), lines
 
 
 def test_all_faults_are_told_at_once(write_file: WriteFile) -> None:
