@@ -32,6 +32,8 @@ class Settings(BaseModel):
     """Ranks of one scale-up domain; None: found out. Smaller than the host makes virtual nodes."""
     fp8: bool = True
     """Rows travel as FP8 where the experts take FP8 with 128-wide scales; otherwise as bf16."""
+    sms: PositiveInt | None = None
+    """Most SMs a kernel uses; None: the mode's default."""
     agent_host: str = "127.0.0.1"
     agent_port: PositiveInt | None = None
     """Rank r's agent listens at this port plus r; None: no agent."""

@@ -37,7 +37,7 @@ class Choice:
             given.setdefault(Mode(self.wish), max_num_tokens)
         if not given:
             every = dict.fromkeys(modes_of(self.family), max_num_tokens)
-            mode = decide(self.situation(max_num_tokens, every, top_k, nodes)).mode
+            mode = decide(self.situation(self.wish, max_num_tokens, every, top_k, nodes)).mode
             given = {mode: max_num_tokens}
         room = given[Mode(self.wish)] if self.wish != AUTO else max(given.values())
         if room < max_num_tokens:
@@ -52,11 +52,11 @@ class Choice:
         return given
 
     def situation(
-        self, tokens: int, capacity: Mapping[Mode, int], top_k: int, nodes: int, capture: bool = False
+        self, wish: Wish, tokens: int, capacity: Mapping[Mode, int], top_k: int, nodes: int, capture: bool = False
     ) -> Situation:
         """vLLM's batches mix prompts and decoding, and its format is fixed at start: so the family alone counts."""
         role = Role.DECODE if self.family is Family.DECODE else Role.PREFILL
-        return Situation(role, Forward.MIXED, tokens, capacity, top_k, nodes, capture, self.wish)
+        return Situation(role, Forward.MIXED, tokens, capacity, top_k, nodes, capture, wish)
 
     def buffer_arguments(
         self, hidden: int, num_experts: int, top_k: int, capacity: Mapping[Mode, int], payloads: tuple[str, ...]

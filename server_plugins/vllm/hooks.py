@@ -174,13 +174,14 @@ def _replace_prepare_finalize() -> None:
                 f"--all2all-backend {NAME} hands rows to the experts itself, but --moe-backend {moe.moe_backend} "
                 "chose experts that route on their own; choose --moe-backend triton or deep_gemm"
             )
-        from server_plugins.vllm.prepare_finalize import Batched, Standard
+        from server_plugins.vllm.prepare_finalize import EpBatched, EpStandard
 
         manager = utils.get_ep_all2all_manager()
-        return (Batched if manager.batched else Standard)(manager, moe, quant_config, routing_tables)
+        return (EpBatched if manager.batched else EpStandard)(manager, moe, quant_config, routing_tables)
 
     for module in list(sys.modules.values()):
-        if getattr(module, "maybe_make_prepare_finalize", None) is original:
+        # vars(): asking a lazy module for an attribute would import what it stands for.
+        if vars(module).get("maybe_make_prepare_finalize") is original:
             module.maybe_make_prepare_finalize = maybe_make_prepare_finalize
 
 

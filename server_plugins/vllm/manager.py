@@ -5,15 +5,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import CUDAGraphMode, get_current_vllm_config
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 from vllm.distributed.parallel_state import in_the_same_node_as
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from ep_backend.agent import Agent, Identity
 from ep_backend.buffer import EpBuffer
+from ep_backend.control.flip import Flip
 from ep_backend.modes import Family, Mode
 from ep_backend.policy import Wish, decide
 from ep_backend.watchdog import Watchdog
@@ -31,9 +33,12 @@ class EpManager(All2AllManagerBase):
     def __init__(self, cpu_group: Any) -> None:
         super().__init__(cpu_group)
         _show_core_log()
-        self.choice: Choice = choose(get_current_vllm_config())
-        self.mode: Wish = self.choice.wish
-        self.sms: int | None = None
+        config = get_current_vllm_config()
+        self.choice: Choice = choose(config)
+        self._most_tokens = config.scheduler_config.max_num_batched_tokens
+        self._compilation = config.compilation_config
+        self.flip = Flip(self.choice.wish, buffers=lambda: self.buffers, check=self._check_flip)
+        self.sms: int | None = self.choice.settings.sms
         per_node = self.choice.settings.gpus_per_node or sum(in_the_same_node_as(cpu_group, source_rank=0))
         if self.world_size % per_node:
             raise ValueError(
@@ -46,6 +51,10 @@ class EpManager(All2AllManagerBase):
         self._watchdog = Watchdog(self.failure, grace_s=GRACE_S[fabric()])
         self._watchdog.start()
         self._agent = self._start_agent()
+
+    @property
+    def mode(self) -> Wish:
+        return self.flip.mode
 
     @property
     def nodes(self) -> int:
@@ -91,6 +100,13 @@ class EpManager(All2AllManagerBase):
         for buffer in self.buffers:
             buffer.destroy()
 
+    def _check_flip(self, wish: Wish) -> None:
+        """ValueError if this instance needs a restart to run the wish."""
+        if current_platform.is_cuda() and self._compilation.cudagraph_mode != CUDAGraphMode.NONE:
+            raise ValueError("its CUDA graphs replay the mode they captured; restart the role, or run it with enforce-eager")
+        for config in (buffer.config for buffer in self.buffers):
+            decide(self.choice.situation(wish, self._most_tokens, config.max_tokens, config.top_k, self.nodes))
+
     def _start_agent(self) -> Agent | None:
         import vllm
 
@@ -99,12 +115,17 @@ class EpManager(All2AllManagerBase):
             return None
         return Agent(
             Identity(
-                settings.deployment, self.choice.role.value, self.rank, self.world_size, f"vllm {vllm.__version__}"
+                settings.deployment,
+                self.choice.role.value,
+                self.rank,
+                self.world_size,
+                self.gpus_per_node,
+                f"vllm {vllm.__version__}",
             ),
             host=settings.agent_host,
             port=settings.agent_port + self.rank,
             key=settings.agent_key.get_secret_value() if settings.agent_key else None,
-            mode_desired=lambda: self.mode if isinstance(self.mode, str) else self.mode.value,
+            flip=self.flip,
             buffers=lambda: self.buffers,
         )
 

@@ -185,7 +185,7 @@ class EpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         raise NotImplementedError
 
 
-class Standard(EpPrepareAndFinalize):
+class EpStandard(EpPrepareAndFinalize):
     """One row a received token; the experts weight and sum it here, combine sums over ranks."""
 
     layout = Layout.COMPACT
@@ -244,7 +244,7 @@ class Standard(EpPrepareAndFinalize):
         return impl.apply(None, y, weights, ids, applied)
 
 
-class Batched(EpPrepareAndFinalize):
+class EpBatched(EpPrepareAndFinalize):
     """Rows sorted into [local experts, ranks x max_tokens]; combine weights and sums."""
 
     layout = Layout.MASKED
