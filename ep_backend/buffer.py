@@ -11,7 +11,7 @@ import torch
 
 from ep_backend import layout as memory
 from ep_backend.config import BufferConfig
-from ep_backend.errors import EpError, EpFailed, EpRefused
+from ep_backend.errors import EpError, EpFailed, EpRefused, EpTimeout
 from ep_backend.fabric.base import Call, Fabric, Received
 from ep_backend.layout import Payload
 from ep_backend.modes import Layout, Mode, parse_mode
@@ -266,6 +266,7 @@ class EpBuffer:
             state.epoch = epoch
             self._fabric.refuse(lane, epoch, f"{type(e).__name__}: {e}")
             raise
+        call.split = return_hook
         state.epoch, state.call, state.pending = epoch, call, "dispatch"
         self._run(state, lambda: self._fabric.start_dispatch(call))
 
@@ -339,6 +340,7 @@ class EpBuffer:
         elif out.shape != shape or out.dtype != y.dtype or out.device != y.device or not out.is_contiguous():
             raise ValueError(f"out is {_describe(out)}; combine writes a contiguous {list(shape)} {y.dtype} on {y.device}")
         result = out
+        call.split = return_hook
         self._run(state, lambda: self._fabric.start_combine(call, y))
 
         def finish() -> None:
@@ -373,6 +375,7 @@ class EpBuffer:
             **self._fabric.stats.as_dict(),
             "mode_executed": mode.value if mode else None,
             "epoch": epoch,
+            "max_tokens": {mode.value: tokens for mode, tokens in self.config.max_tokens.items()},
             "failed": self._error or self._fabric.failure(),
         }
 
@@ -427,6 +430,7 @@ class EpBuffer:
             state.call = state.pending = None
             raise
         except BaseException as e:
+            self._fabric.stats.timeouts += isinstance(e, EpTimeout)
             self._error = self._error or f"rank {self.rank}: {e}"
             self._fabric.abort(self._error)
             raise
