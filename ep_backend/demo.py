@@ -74,7 +74,7 @@ def run_demo(break_combine: bool) -> bool:
         console.print(
             counters_table(f"prefill {result.prefill}, decode {result.decode}: what the prompts moved", result.deltas)
         )
-    return _verdict(console, reference.tokens, rounds, break_combine, time.monotonic() - started)
+    return verdict(console, reference.tokens, rounds, break_combine, time.monotonic() - started)
 
 
 def make_prompts() -> list[str]:
@@ -90,6 +90,7 @@ def write_deployment(folder: Path, checkpoint: Path, prefill: str, decode: str, 
     if not PRESET.exists():
         raise DeploymentError([f"{PRESET} is not there: run the demo from a checkout of the repository, with ./ep demo"])
     yaml = YAML(typ="safe")
+    yaml.representer.ignore_aliases = lambda _: True
     document: dict[str, Any] = yaml.load(PRESET)
     document["name"] = NAME
     document["model"]["path"] = str(checkpoint)
@@ -120,7 +121,7 @@ def _run_round(console: Console, file: Path, prompts: list[str], prefill: str, d
                 answers = list(pool.map(answer, prompts))
         seconds = time.monotonic() - started
         after = all_statuses(state)
-    deltas, silent = _deltas(before, after, {"prefill": prefill, "decode": decode})
+    deltas, silent = deltas_of(before, after, {"prefill": prefill, "decode": decode})
     return Round(prefill, decode, answers, seconds, deltas, silent)
 
 
@@ -132,7 +133,7 @@ def _answer(console: Console, state: RunState, prompt: str) -> list[int]:
         return []
 
 
-def _deltas(
+def deltas_of(
     before: list[RankStatus], after: list[RankStatus], modes: dict[str, str]
 ) -> tuple[list[tuple[RankStatus, str, ModeCounters]], list[str]]:
     """What each rank counted in its role's mode, and which of those counters stood still."""
@@ -169,7 +170,7 @@ def _tokens_table(prompts: list[str], expected: list[list[int]], rounds: list[Ro
     return table
 
 
-def _verdict(console: Console, expected: list[list[int]], rounds: list[Round], break_combine: bool, seconds: float) -> bool:
+def verdict(console: Console, expected: list[list[int]], rounds: list[Round], break_combine: bool, seconds: float) -> bool:
     passed = True
     for result in rounds:
         same = sum(answer == wanted for answer, wanted in zip(result.answers, expected, strict=True))

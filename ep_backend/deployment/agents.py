@@ -12,8 +12,14 @@ TIMEOUT_S = 10.0
 class ModeCounters(BaseModel):
     dispatches: int = 0
     combines: int = 0
+    tokens: int = 0
+    slots_high_water: int = 0
+    seconds: float = 0.0
+    combine_seconds: float = 0.0
     records: dict[str, int] = {}
     bytes: dict[str, int] = {}
+    combine_records: dict[str, int] = {}
+    combine_bytes: dict[str, int] = {}
 
     def since(self, before: "ModeCounters") -> "ModeCounters":
         return ModeCounters(
@@ -24,6 +30,17 @@ class ModeCounters(BaseModel):
         )
 
 
+class FlipState(BaseModel):
+    """A rank's side of a change of mode; see :class:`ep_backend.control.flip.Flip`."""
+
+    mode: str = "auto"
+    proposed: str | None = None
+    token: int = 0
+    agreed_token: int = 0
+    agreed_epoch: int = 0
+    flips: int = 0
+
+
 class RankStatus(BaseModel):
     """One rank's answer; `error` says why there is none."""
 
@@ -31,12 +48,18 @@ class RankStatus(BaseModel):
     role: str | None = None
     rank: int = -1
     world_size: int = 0
+    gpus_per_node: int = 1
+    engine: str = ""
     pid: int = 0
     mode_desired: str | None = None
     mode_executed: str | None = None
     epoch: int | None = None
     failed: str | None = None
+    timeouts: int = 0
     modes: dict[str, ModeCounters] = {}
+    max_tokens: dict[str, int] = {}
+    wait_s: dict[int, float] = {}
+    flip: FlipState = FlipState()
     error: str | None = None
 
 

@@ -30,9 +30,12 @@ class Loaded:
         return DeploymentError([_located(self.file, self.document, problem) for problem in problems])
 
 
-def load(file: Path) -> Loaded:
-    """The deployment in `file`; relative paths in it start at the file's folder. Raises DeploymentError."""
-    document = _parse(file)
+def load(file: Path, text: str | None = None) -> Loaded:
+    """The deployment in `file`, or in a text that is to replace it; relative paths in it start at the file's folder.
+
+    Raises DeploymentError.
+    """
+    document = _parse(file, text)
     try:
         deployment = Deployment.model_validate(document)
     except ValidationError as error:
@@ -45,9 +48,9 @@ def load(file: Path) -> Loaded:
     return loaded
 
 
-def _parse(file: Path) -> Any:
+def _parse(file: Path, text: str | None) -> Any:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8") if text is None else text
     except OSError as error:
         raise DeploymentError([f"{file}: cannot be read: {error.strerror}; give the path of a deployment file"]) from None
     try:

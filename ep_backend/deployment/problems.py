@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One fault: its place in the file, the value and the rule it breaks, and what to do."""
+    """One fault: its place in the file, the value and the rule it breaks, what to do, and the rule's stable code."""
 
     place: tuple[int | str, ...]
     what: str
     fix: str
+    code: str
 
 
 class DeploymentError(Exception):

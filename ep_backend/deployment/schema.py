@@ -1,34 +1,117 @@
 """What a deployment file may say. The only model of it: later features extend this one."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
+from ep_backend.deployment.presets import models, topologies
 from ep_backend.modes import MODES, Family, Mode
+from ep_backend.plan.calibration import calibrations
 
 ModeName = Literal["auto", "normal", "direct", "low_latency", "hybrid"]
 RoleName = Literal["prefill", "decode", "unified"]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(gt=0)]
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def _bytes(value: object) -> object:
+    """A size such as 64GiB, or bytes."""
+    if isinstance(value, str):
+        number, unit = value.strip(), 1
+        for name, factor in UNITS.items():
+            if number.endswith(name):
+                number, unit = number.removesuffix(name), factor
+                break
+        try:
+            return int(float(number) * unit)
+        except ValueError:
+            choices = ", ".join(UNITS)
+            raise PydanticCustomError("size", "must be a size such as 64GiB ({choices})", {"choices": choices}) from None
+    return value
+
+
+Bytes = Annotated[
+    int, BeforeValidator(_bytes), Field(gt=0), WithJsonSchema({"type": ["string", "integer"], "examples": ["64GiB"]})
+]
+
+
+def _preset(kind: str, names: Callable[[], Mapping[str, Any]]) -> Any:
+    """A name of a table that ships with the package."""
+
+    def known(name: str) -> str:
+        if name not in names():
+            raise PydanticCustomError("preset", "{kind} has no preset of that name", {"kind": kind, "names": list(names())})
+        return name
+
+    return Annotated[str, AfterValidator(known), WithJsonSchema({"type": "string", "enum": list(names())})]
+
+
+TopologyPreset = _preset("topology", topologies)
+ModelPreset = _preset("model", models)
+CalibrationName = _preset("calibration", calibrations)
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Topology(Strict):
-    """The machines. `gpus_per_node` below the real number makes virtual nodes, to run both hops on one host."""
+class Nic(Strict):
+    """A GPU's port to other nodes."""
 
+    gbs: Rate = Field(description="effective GB/s (1e9 bytes) a GPU, one direction")
+    kind: Literal["ib", "roce", "efa"] = "ib"
+    fabric: Literal["full", "rail_only"] = Field(
+        default="full", description="rail_only: a NIC reaches only NICs of its own index on other nodes"
+    )
+
+
+class Topology(Strict):
+    """The machines: a preset, and numbers that replace the preset's.
+
+    `gpus_per_node` below the real number makes virtual nodes, to run both hops on one host.
+    """
+
+    preset: TopologyPreset | None = None
     device: Literal["cuda", "cpu"] = "cuda"
     nodes: Positive = 1
     gpus_per_node: Positive | None = None
+    gpu: str | None = None
+    sms: Positive | None = Field(default=None, description="streaming multiprocessors of a GPU")
+    hbm: Bytes | None = Field(default=None, description="memory of a GPU")
+    nvlink_domain: Positive | None = Field(default=None, description="GPUs that reach each other over NVLink; default: a node's")
+    nvlink_gbs: Rate | None = Field(default=None, description="effective GB/s that a GPU sends over NVLink")
+    nic: Nic | None = None
+    calibration: CalibrationName | None = Field(default=None, description="of the cost model; default: the preset's")
+    bench: Path | None = Field(default=None, description="JSON lines of `ep-backend bench` that replace what they measured")
+
+
+class Routing(Strict):
+    """How tokens choose experts, for the cost model. Copies per token follow from it."""
+
+    kind: Literal["uniform", "group_limited", "measured"] = "uniform"
+    nodes_per_token: Rate | None = Field(default=None, description="measured: mean distinct nodes of a token")
+    expert_counts: Path | None = Field(default=None, description="measured: JSON with `expert_counts`, a row a layer")
 
 
 class Model(Strict):
-    path: Path
+    """A checkpoint, or a preset to plan with; numbers given here replace what its config.json says."""
+
+    path: Path | None = None
+    preset: ModelPreset | None = None
     served_name: str = "model"
+    hidden: Positive | None = None
+    experts: Positive | None = None
+    top_k: Positive | None = None
+    groups: Positive | None = None
+    top_groups: Positive | None = None
+    moe_layers: Positive | None = None
+    routing: Routing = Routing()
 
 
 class Ep(Strict):
@@ -36,20 +119,30 @@ class Ep(Strict):
 
     mode: ModeName = "auto"
     max_tokens: Positive | None = Field(default=None, description="rows a rank may dispatch; default: the batch limit")
-    overlap: Literal["none", "dbo"] = "none"
+    sms: Positive | None = Field(default=None, description="SMs that a kernel may use; default: the mode's own choice")
+    overlap: Literal["none", "dbo", "tbo"] = Field(default="none", description="two micro-batches: dbo in vLLM, tbo in SGLang")
     fp8: bool = False
     lanes: Literal[1, 2] = 1
+    redundant_experts: int = Field(default=0, ge=0, description="replicas that the load balancer may place")
     gpus_per_node: Positive | None = Field(default=None, description="default: the topology's")
     timeout_s: float = Field(default=60.0, gt=0)
 
 
+class Image(Strict):
+    """A container image, and the versions of packages in it that matter to a check."""
+
+    name: str | None = None
+    packages: dict[str, str] = Field(default={}, description="for example {vllm: 0.33.0, torch: 2.14.0}")
+
+
 class Role(Strict):
-    engine: Literal["vllm"] = "vllm"
+    engine: Literal["vllm", "sglang"] = "vllm"
     nodes: Positive = 1
     data_parallel: Positive
     ep: Ep = Ep()
     args: dict[str, JsonValue] = Field(default={}, description="further flags of the engine, spelled as it spells them")
     env: dict[str, str] = {}
+    image: Image | None = Field(default=None, description="default: the target's")
 
     def arg(self, flag: str) -> JsonValue | None:
         """The value of an engine flag, however its words are joined."""
@@ -59,10 +152,18 @@ class Role(Strict):
     def flags(self) -> dict[str, JsonValue]:
         return {key.replace("_", "-").lstrip("-"): value for key, value in self.args.items()}
 
+    def number(self, *flags: str) -> int | None:
+        """The value of the first of these flags that is given as a whole number."""
+        given = (self.arg(flag) for flag in flags)
+        return next((value for value in given if isinstance(value, int) and not isinstance(value, bool)), None)
+
     @property
     def ep_size(self) -> int:
-        tensor_parallel = self.arg("tensor-parallel-size")
-        return self.data_parallel * (tensor_parallel if isinstance(tensor_parallel, int) else 1)
+        """Ranks. vLLM's tensor_parallel ranks are within a data-parallel one; SGLang's --tp-size counts all ranks."""
+        tensor_parallel = self.number("tensor-parallel-size", "tp-size", "tp")
+        if self.engine == "sglang":
+            return tensor_parallel or self.data_parallel
+        return self.data_parallel * (tensor_parallel or 1)
 
 
 class Roles(Strict):
@@ -89,14 +190,29 @@ class Router(Strict):
 
 
 class Control(Strict):
-    """The status agents in the engine's ranks."""
+    """The control service, and the agents in the engine's ranks that it asks."""
 
     host: str = "127.0.0.1"
-    key: str | None = None
+    port: Port | None = Field(default=None, description="of the service; default: a free one, which `status` names")
+    key: str | None = Field(default=None, min_length=1, description="needed where others can reach the host")
+    flip_timeout_s: float = Field(default=30.0, gt=0, description="how long a change of mode may take before it is abandoned")
+
+
+class Pod(Strict):
+    """What a Kubernetes manifest or sbatch grants each worker."""
+
+    shm: Bytes | None = Field(default=None, description="size of /dev/shm")
+    rdma: dict[str, Positive] = Field(default={}, description="RDMA resources a node, for example {rdma/ib: 8}")
+    capabilities: list[str] = []
+    host_network: bool = False
 
 
 class Target(Strict):
-    kind: Literal["local"] = "local"
+    """Where it runs: `up` starts local ones, manifests are for the others."""
+
+    kind: Literal["local", "lws", "disaggregatedset", "slurm"] = "local"
+    image: Image = Image()
+    pod: Pod = Pod()
     start_timeout_s: float = Field(default=600.0, gt=0)
     stop_timeout_s: float = Field(default=20.0, gt=0)
 
@@ -111,12 +227,19 @@ class Deployment(Strict):
     target: Target = Target()
 
 
-def modes_of(name: RoleName, mode: ModeName) -> list[Mode]:
-    """The modes that a role's buffer is made for: its whole family, so that a flip inside it needs no restart."""
+def modes_of(name: RoleName, mode: ModeName, several_nodes: bool = False) -> list[Mode]:
+    """The modes that a role's buffer is made for: its whole family, so that a flip inside it needs no restart.
+
+    Hybrid serves prefill too where there is a second node to save copies to.
+    """
     if name != "unified":
         family = Family(name)
     elif mode == "auto":
         family = Family.PREFILL
     else:
         family = MODES[Mode(mode)].family
-    return [candidate for candidate, spec in MODES.items() if spec.family is family]
+    return [
+        candidate
+        for candidate, spec in MODES.items()
+        if spec.family is family or (candidate is Mode.HYBRID and several_nodes)
+    ]

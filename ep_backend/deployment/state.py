@@ -19,6 +19,7 @@ class InstanceState(BaseModel):
     role: RoleName | None
     log: Path
     agents: list[str] = []
+    url: str | None = None
     pid: int = 0
     ready_after_s: float | None = None
 
@@ -34,6 +35,7 @@ class RunState(BaseModel):
     url: str
     served_name: str
     key: str | None = None
+    control_url: str | None = None
     instances: list[InstanceState] = []
     error: str | None = None
 

@@ -1,0 +1,53 @@
+"""A real engine on a real checkpoint: what the engine tests share."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="engine tests need vLLM: run ./ep test")
+
+from rich.console import Console
+
+from ep_backend.checkpoint import write_checkpoint
+from ep_backend.demo import make_prompts
+from ep_backend.deployment.commands import down, up_detached
+from ep_backend.deployment.state import RunState
+from ep_backend.reference import greedy_reference
+
+TOKENS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A checkpoint, prompts, and what transformers answers to them."""
+
+    checkpoint: Path
+    prompts: list[str]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    checkpoint = tmp_path_factory.mktemp("engine") / "checkpoint"
+    write_checkpoint(checkpoint)
+    prompts = make_prompts()[::4]
+    return Served(checkpoint, prompts, greedy_reference(checkpoint, prompts, TOKENS, lambda: None).tokens)
+
+
+@pytest.fixture
+def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], RunState]]:
+    """Starts deployments below the test's folder, and stops what still runs at its end."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    names: list[str] = []
+
+    def start(file: Path) -> RunState:
+        state = up_detached(file, Console(quiet=True))
+        names.append(state.name)
+        return state
+
+    yield start
+    for name in names:
+        down(name)

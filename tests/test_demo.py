@@ -1,0 +1,55 @@
+"""The demo's verdict: one wrong token or one silent counter fails it."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ep_backend.demo import LONGEST, NEW_TOKENS, PROMPTS, SHORTEST, Round, deltas_of, make_prompts, verdict, write_deployment
+from ep_backend.deployment.agents import ModeCounters, RankStatus
+
+EXPECTED = [list(range(NEW_TOKENS))] * PROMPTS
+MOVED = ModeCounters(dispatches=4, combines=4, records={"local": 9, "scale_up": 9}, bytes={"local": 9216, "scale_up": 9216})
+
+
+def status(counters: ModeCounters, executed: str = "direct") -> RankStatus:
+    return RankStatus(agent="a", role="prefill", rank=0, world_size=2, mode_executed=executed, modes={"direct": counters})
+
+
+def round_of(answers: list[list[int]], silent: list[str]) -> Round:
+    return Round("direct", "low_latency", answers, 1.0, [], silent)
+
+
+def test_prompts_are_different_and_of_the_promised_lengths() -> None:
+    prompts = make_prompts()
+    lengths = [len(prompt) for prompt in prompts]
+    assert len(set(prompts)) == PROMPTS and lengths[0] == SHORTEST and lengths[-1] == LONGEST
+    assert lengths == sorted(set(lengths))
+
+
+def test_all_equal_passes() -> None:
+    assert verdict(Console(), EXPECTED, [round_of(EXPECTED, [])], break_combine=False, seconds=1.0)
+
+
+def test_one_wrong_token_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = [list(tokens) for tokens in EXPECTED]
+    answers[3][7] += 1
+    assert not verdict(Console(), EXPECTED, [round_of(answers, [])], break_combine=True, seconds=1.0)
+    assert "15 of 16 prompts equal" in capsys.readouterr().out
+
+
+def test_a_silent_counter_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    _, silent = deltas_of([status(MOVED)], [status(MOVED)], {"prefill": "direct"})
+    assert "prefill rank 0, direct: no dispatches" in silent
+    assert not verdict(Console(), EXPECTED, [round_of(EXPECTED, silent)], break_combine=False, seconds=1.0)
+
+
+def test_another_mode_than_asked_is_told() -> None:
+    _, silent = deltas_of([status(ModeCounters())], [status(MOVED, executed="normal")], {"prefill": "direct"})
+    assert silent == ["prefill rank 0: executed normal, not direct"]
+
+
+def test_a_broken_deployment_differs_only_in_its_environment(tmp_path: Path) -> None:
+    good = write_deployment(tmp_path, tmp_path, "direct", "hybrid", break_combine=False).read_text()
+    bad = write_deployment(tmp_path, tmp_path, "direct", "hybrid", break_combine=True).read_text()
+    assert "EP_BACKEND_FAULT" not in good and bad.count("EP_BACKEND_FAULT: combine") == 2
