@@ -1,0 +1,1 @@
+"""Tables of the flags and environment variables of engine versions."""

@@ -1,0 +1,174 @@
+"""Reads the flags and environment variables that an engine version knows from its source, without importing it.
+
+    python -m ep_backend.deployment.engines.extract vllm-0.33.0-....whl sglang-0.5.23-....whl nvidia_nvshmem_cu13-3.4.5-....whl
+
+writes one table a wheel beside this file. The same code reads an installed engine whose version has no table.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+SHORTEST_NAME = 4
+Read = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """What one version of an engine or library accepts. Flags are written without their leading dashes."""
+
+    name: str
+    version: str
+    torch: str | None
+    flags: list[str]
+    env: list[str]
+
+
+def from_wheel(wheel: Path) -> Table:
+    """The table of a wheel; ValueError if it is none of vllm, sglang or nvidia-nvshmem."""
+    name, version = wheel.name.split("-")[:2]
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        if name.startswith("nvidia_nvshmem"):
+            return Table("nvshmem", version, None, [], sorted(_nvshmem_env(archive)))
+
+        def read(path: str) -> str:
+            return archive.read(path).decode("utf-8")
+
+        metadata = read(next(path for path in names if path.endswith(".dist-info/METADATA")))
+        return from_source(name.replace("_cpu", ""), version, names, read, metadata)
+
+
+def from_source(name: str, version: str, names: list[str], read: Read, metadata: str) -> Table:
+    """The table of an engine whose files are `names`, paths from the folder that holds the package."""
+    readers = {"vllm": (_vllm_flags, _vllm_env), "sglang": (_sglang_flags, _sglang_env)}
+    if name not in readers:
+        raise ValueError(f"{name} is none of {', '.join(readers)}, nvidia-nvshmem")
+    flags, env = readers[name]
+    pin = re.search(r"^Requires-Dist: torch==([\d.]+)", metadata, re.MULTILINE)
+    return Table(name, version, pin.group(1) if pin else None, sorted(flags(names, read)), sorted(env(read)))
+
+
+def _vllm_flags(names: list[str], read: Read) -> set[str]:
+    """Literals of add_argument, and the fields of the front end's dataclasses, which it adds in a loop."""
+    front = next(path for path in names if re.fullmatch(r"vllm/entrypoints/\w+/cli_args.py", path))
+    trees = [ast.parse(read(path)) for path in ("vllm/engine/arg_utils.py", front)]
+    flags = set[str]()
+    for tree in trees:
+        for names_of, call in _add_arguments(tree):
+            flags |= names_of
+            boolean = any(k.arg == "action" and "BooleanOptional" in ast.dump(k.value) for k in call.keywords)
+            # The type is known only when vLLM runs; an unused `no-` spelling hides no mistake worth finding.
+            if boolean or any(k.arg is None for k in call.keywords):
+                flags |= {f"no-{name}" for name in names_of}
+    for node in ast.walk(trees[1]):
+        if isinstance(node, ast.ClassDef) and node.name.endswith("FrontendArgs"):
+            fields = {_dashed(name) for name, _ in _fields(node)}
+            flags |= fields | {f"no-{name}" for name in fields}
+    return flags
+
+
+def _vllm_env(read: Read) -> set[str]:
+    return {
+        key.value
+        for node in ast.walk(ast.parse(read("vllm/envs.py")))
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and "environment_variables" in ast.dump(node)[:200]
+        for table in ast.walk(node)
+        if isinstance(table, ast.Dict)
+        for key in table.keys
+        if isinstance(key, ast.Constant) and isinstance(key.value, str)
+    }
+
+
+def _sglang_flags(names: list[str], read: Read) -> set[str]:
+    """Annotated fields `name: A[type, Arg(...)]` of the argument classes, and literals of add_argument."""
+    folder = "sglang/srt/arg_groups/fields/"
+    flags = set[str]()
+    for path in ["sglang/srt/server_args.py", *(n for n in names if n.startswith(folder) and n.endswith(".py"))]:
+        tree = ast.parse(read(path))
+        flags |= {name for found, _ in _add_arguments(tree) for name in found}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                for name, annotation in _fields(node):
+                    flags |= _sglang_field(name, annotation)
+    return flags
+
+
+def _sglang_field(name: str, annotation: ast.expr) -> set[str]:
+    if not (isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in ("A", "Annotated")):
+        return set()
+    keywords = {
+        keyword.arg: keyword.value
+        for call in ast.walk(annotation.slice)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Arg"
+        for keyword in call.keywords
+    }
+    if "no_cli" in keywords:
+        return set()
+    named = _strings(keywords.get("cli_name")) or {_dashed(name)}
+    return {spelling.lstrip("-") for spelling in named | _strings(keywords.get("aliases"))}
+
+
+def _sglang_env(read: Read) -> set[str]:
+    """Fields `NAME = EnvX(default)` of the registry, and the older names that some take as a fallback."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(read("sglang/srt/environ.py"))):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.targets[0], ast.Name):
+            found.add(node.targets[0].id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return {name for name in found if re.fullmatch(r"(SGLANG|SGL)_[A-Z0-9_]+", name)}
+
+
+def _nvshmem_env(archive: zipfile.ZipFile) -> set[str]:
+    """Capital strings of the host library and its transports: NVSHMEM stores most names without their prefix."""
+    found = set[str]()
+    for path in archive.namelist():
+        if re.search(r"lib(nvshmem_host)?.*\.so", path):
+            strings = re.findall(rb"(?<=\0)[A-Z][A-Z0-9_]+(?=\0)", archive.read(path))
+            found |= {s.decode().removeprefix("NVSHMEM_") for s in strings if len(s) >= SHORTEST_NAME}
+    return {f"NVSHMEM_{name}" for name in found}
+
+
+def _add_arguments(tree: ast.AST) -> Iterator[tuple[set[str], ast.Call]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            names = {arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)}
+            if long := {name.removeprefix("--") for name in names if name.startswith("--")}:
+                yield long, node
+
+
+def _fields(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
+    for field in node.body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            yield field.target.id, field.annotation
+
+
+def _strings(node: ast.expr | None) -> set[str]:
+    if node is None:
+        return set()
+    return {c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and isinstance(c.value, str)}
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def main(wheels: list[str]) -> None:
+    for wheel in wheels:
+        table = from_wheel(Path(wheel))
+        file = FOLDER / f"{table.name}-{table.version}.json"
+        file.write_text(json.dumps(asdict(table), indent=0) + "\n", encoding="utf-8")
+        print(f"{file.name}: {len(table.flags)} flags, {len(table.env)} variables, torch {table.torch}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
