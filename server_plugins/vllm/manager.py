@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,8 +28,17 @@ log = init_logger("vllm.ep_backend")
 GRACE_S = {"host": 10.0, "nvshmem": 0.0}
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one layer's calls: max_tokens by mode, top-k, and the most tokens that vLLM puts in a batch."""
+
+    capacity: Mapping[Mode, int]
+    top_k: int
+    tokens: int
+
+
 class EpManager(All2AllManagerBase):
-    """What vLLM keeps in the EP group's communicator. ``mode`` is read at every call and may change between steps."""
+    """What vLLM keeps in the EP group's communicator."""
 
     def __init__(self, cpu_group: Any) -> None:
         super().__init__(cpu_group)
@@ -51,10 +61,6 @@ class EpManager(All2AllManagerBase):
         self._watchdog = Watchdog(self.failure, grace_s=GRACE_S[fabric()])
         self._watchdog.start()
         self._agent = self._start_agent()
-
-    @property
-    def mode(self) -> Wish:
-        return self.flip.mode
 
     @property
     def nodes(self) -> int:
@@ -81,11 +87,17 @@ class EpManager(All2AllManagerBase):
             log.info(made.describe())
         return self._by_shape[shape]
 
-    def mode_now(self, capacity: Mapping[Mode, int], top_k: int, max_num_tokens: int) -> Mode:
+    def limits(self, moe: Any) -> Limits:
+        """What a layer's calls keep within, from its FusedMoEConfig."""
+        tokens, top_k = moe.max_num_tokens, moe.experts_per_token
+        return Limits(self.choice.capacity(tokens, top_k, self.nodes), top_k, tokens)
+
+    def mode_now(self, limits: Limits) -> Mode:
         """The mode of this step, decided from values that vLLM has already agreed over all ranks."""
-        tokens = _agreed_tokens(max_num_tokens)
+        tokens = _agreed_tokens(limits.tokens)
         capture = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        return decide(self.choice.situation(self.mode, tokens, capacity, top_k, self.nodes, capture)).mode
+        situation = self.choice.situation(self.flip.mode, tokens, limits.capacity, limits.top_k, self.nodes, capture)
+        return decide(situation).mode
 
     def failure(self) -> str | None:
         return next((reason for buffer in self.buffers if (reason := buffer.failure())), None)
@@ -103,7 +115,9 @@ class EpManager(All2AllManagerBase):
     def _check_flip(self, wish: Wish) -> None:
         """ValueError if this instance needs a restart to run the wish."""
         if current_platform.is_cuda() and self._compilation.cudagraph_mode != CUDAGraphMode.NONE:
-            raise ValueError("its CUDA graphs replay the mode they captured; restart the role, or run it with enforce-eager")
+            raise ValueError(
+                "its CUDA graphs replay the mode they captured; restart the role, or run it with enforce-eager"
+            )
         for config in (buffer.config for buffer in self.buffers):
             decide(self.choice.situation(wish, self._most_tokens, config.max_tokens, config.top_k, self.nodes))
 

@@ -1,7 +1,7 @@
 """vLLM's prepare (dispatch) and finalize (combine) over one EpBuffer, for its two activation formats."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -30,7 +30,7 @@ from server_plugins.vllm.manager import EpManager
 log = init_logger("vllm.ep_backend")
 
 Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Step = mk.ReceiverType | tuple[Callable[[], None], mk.ReceiverType]
+Step: TypeAlias = mk.ReceiverType | tuple[Callable[[], None], mk.ReceiverType]
 
 
 class EpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
@@ -43,28 +43,29 @@ class EpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         super().__init__()
         self.manager = manager
         self.moe = moe
-        self.capacity = manager.choice.capacity(moe.max_num_tokens, moe.experts_per_token, manager.nodes)
+        self.limits = manager.limits(moe)
         self.fp8 = manager.choice.settings.fp8 and quant_config is not None and _is_fp8_block128(quant_config)
         self.payload = "fp32" if moe.in_dtype == torch.float32 else "bf16"
         self.buffer: EpBuffer | None = None
         self._in_flight: dict[int, tuple[Mode, Handle]] = {}
-        self._to_physical, self._to_global = tables[:2] if tables is not None else (None, None)
+        self._to_physical = tables[0] if tables is not None else None
+        self._to_global = tables[1] if tables is not None else None
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
         """The experts are known now, and with them what rows are on the wire: make the buffer, before memory profiling."""
         self.payload = self._payload(fused_experts)
         moe, manager = self.moe, self.manager
         self.buffer = manager.buffer(
-            moe.hidden_dim, moe.num_experts, moe.experts_per_token, self.payload, self.capacity
+            moe.hidden_dim, moe.num_experts, moe.experts_per_token, self.payload, self.limits.capacity
         )
-        mode = manager.mode_now(self.capacity, moe.experts_per_token, moe.max_num_tokens)
+        mode = manager.mode_now(self.limits)
         log.info_once(
             "ep_backend: EP size %d (%d nodes x %d), mode %s (wish %s), %s rows, dispatch dtype %s, experts %s, %s fabric",
             manager.world_size,
             manager.nodes,
             manager.gpus_per_node,
             mode.value,
-            getattr(manager.mode, "value", manager.mode),
+            manager.flip.state()["mode"],
             self.layout.value,
             self.payload,
             type(fused_experts).__name__,
@@ -105,7 +106,7 @@ class EpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
                 raise ValueError(f"router weights on the input need top-1 routing, this is top-{topk_ids.size(1)}")
             a1 = a1 * topk_weights.to(a1.dtype)
         assert self.buffer is not None
-        mode = self.manager.mode_now(self.capacity, self.moe.experts_per_token, self.moe.max_num_tokens)
+        mode = self.manager.mode_now(self.limits)
         lane = self.manager.lane
         x, cast = self._outgoing(a1, quant_config)
         if not mode.spec.hook:
@@ -254,7 +255,7 @@ class EpBatched(EpPrepareAndFinalize):
         return mk.FusedMoEActivationFormat.BatchedExperts
 
     def max_num_tokens_per_rank(self) -> int | None:
-        return max(self.capacity.values())
+        return max(self.limits.capacity.values())
 
     def _payload(self, experts: mk.FusedMoEExperts) -> str:
         if not self.fp8:

@@ -1,0 +1,67 @@
+"""The settings file: defaults, strictness, and what contradicts the role."""
+
+import json
+
+import pytest
+
+from ep_backend.modes import Mode
+from ep_backend.settings import SETTINGS_VARIABLE, Settings, load_settings
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    def write(**content):
+        path = tmp_path / "settings.json"
+        path.write_text(json.dumps(content))
+        monkeypatch.setenv(SETTINGS_VARIABLE, str(path))
+        return load_settings()
+
+    return write
+
+
+def test_without_a_file_the_flag_works_alone(monkeypatch):
+    monkeypatch.delenv(SETTINGS_VARIABLE, raising=False)
+    settings = load_settings()
+    assert settings == Settings()
+    assert settings.mode == "auto" and settings.role is None and settings.agent_port is None
+
+
+def test_a_whole_file(load):
+    settings = load(
+        deployment="demo",
+        role="decode",
+        mode="hybrid",
+        max_tokens={"hybrid": 128, "low_latency": 128},
+        lanes=2,
+        timeout_s=10.0,
+        gpus_per_node=4,
+        fp8=False,
+        sms=24,
+        agent_host="127.0.0.1",
+        agent_port=9000,
+        agent_key="secret",
+    )
+    assert settings.mode is Mode.HYBRID and settings.max_tokens[Mode.LOW_LATENCY] == 128
+    assert "secret" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"modes": "direct"}, "modes\n.*Extra inputs are not permitted"),
+        ({"mode": "pplx"}, "mode"),
+        ({"lanes": 3}, "lanes"),
+        ({"role": "prefill", "mode": "low_latency"}, "mode low_latency does not serve role prefill; use .*auto"),
+        ({"role": "decode", "max_tokens": {"direct": 64}}, "mode direct does not serve role decode"),
+        ({"role": "decode", "max_tokens": {"hybrid": 64, "low_latency": 128}}, "give the decode modes one number"),
+    ],
+)
+def test_wrong_content_names_file_and_fix(load, content, message):
+    with pytest.raises(ValueError, match=f"(?s){SETTINGS_VARIABLE}=.*{message}"):
+        load(**content)
+
+
+def test_a_missing_file_is_named(monkeypatch):
+    monkeypatch.setenv(SETTINGS_VARIABLE, "/nowhere/settings.json")
+    with pytest.raises(ValueError, match="/nowhere/settings.json cannot be read: No such file"):
+        load_settings()
