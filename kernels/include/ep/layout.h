@@ -16,7 +16,7 @@
 namespace ep {
 
 using i64 = int64_t;
-using u64 = uint64_t;
+using u64 = unsigned long long;   // the type that device atomics take
 
 constexpr i64 kScaleGroup = 128;      // channels that share one FP8 scale
 constexpr i64 kMaxTopK = 32;          // one warp lane a pick

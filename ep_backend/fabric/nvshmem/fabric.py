@@ -1,0 +1,341 @@
+"""One rank's end of a buffer on a GPU: direct and low_latency by kernels that store to mapped peers."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ep_backend import layout
+from ep_backend.config import BufferConfig
+from ep_backend.errors import EpDisagree, EpError, EpFailed, EpTimeout, WaitRecord
+from ep_backend.fabric.base import Call, Received
+from ep_backend.fabric.meeting import Meeting
+from ep_backend.fabric.nvshmem import launch, world
+from ep_backend.fabric.nvshmem.launch import WARPS, Args, Kernel
+from ep_backend.layout import Payload
+from ep_backend.modes import Layout, Mode
+from ep_backend.stats import BufferStats
+
+log = logging.getLogger(__name__)
+
+SMS = 24  # of every kernel that waits for a peer, unless the call says otherwise
+SMALL = 512  # tokens up to which a kernel's warps first send, then receive; beyond, they do both at once
+OPS = ("dispatch", "combine")
+TIMEOUT, DISAGREE, ABORT, BAD_ID = 1, 2, 3, 4  # Fault of args.h
+MODES = {Mode.DIRECT, Mode.LOW_LATENCY}
+_DTYPES = {Payload.BF16: torch.bfloat16, Payload.FP8: torch.float8_e4m3fn, Payload.FP8_UE8M0: torch.float8_e4m3fn}
+
+
+class DeviceStats(BufferStats):
+    """Counters that live in device memory until somebody asks."""
+
+    def __init__(self, fabric: NvshmemFabric) -> None:
+        super().__init__()
+        self._fabric = fabric
+
+    def as_dict(self) -> dict[str, Any]:
+        self._fabric.read_stats(self)
+        return super().as_dict()
+
+
+@dataclass(slots=True)
+class _State:
+    """A call's launches: outputs, and what combine must know of every received record."""
+
+    args: Args
+    blocks: int
+    received: Received
+    dispatch: tuple[int, ...]  # values of launch.CALL before the launch's own
+    keep: tuple[torch.Tensor, ...]
+    y: torch.Tensor | None = None
+
+
+class NvshmemFabric:
+    """Kernels run on the current stream; every phase is one launch, and both phases of an operation are one if nothing
+    comes between them."""
+
+    def __init__(self, config: BufferConfig, meeting: Meeting) -> None:
+        self._supported(config)
+        s = config.shape
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.config, self.shape, self.rank = config, s, meeting.rank
+        self.allocated_bytes = layout.heap_bytes(s, config.lanes)
+        self.stats: BufferStats = DeviceStats(self)
+        self._meeting = meeting
+        torch.cuda.synchronize()
+        self.world = world.join(meeting, self.device, self.allocated_bytes)
+        self._kernels = {op: Kernel(op, f"ep_{op}", self.device) for op in OPS}
+        # One block a multiprocessor and lane is resident whatever the lanes' order, so blocks may await peers' blocks.
+        resident = torch.cuda.get_device_properties(self.device).multi_processor_count // config.lanes
+        self._most_blocks = min(resident, layout.CHANNELS)
+        # Host memory that kernels write: 16 words of error report, then proposal, agreed, and received rows by lane.
+        self._host = torch.zeros(20, dtype=torch.int64, pin_memory=True)
+        self._seen = self._host.numpy()
+        counters = 4 * (4 * s.ranks + 4) + s.ranks + s.local_experts
+        self._counters = torch.zeros(counters, dtype=torch.int64, device=self.device)
+        self._control = torch.zeros(3, dtype=torch.int64, device=self.device)
+        self._lanes = torch.tensor([[1, 0]] * config.lanes, dtype=torch.int64, device=self.device)
+        self._side = torch.cuda.Stream(self.device)
+        self._one = torch.ones(1, dtype=torch.int64, pin_memory=True)
+        self._reason: str | None = None
+        control = max(layout.lane_offset(s, i) + layout.lane(s).dispatch for i in range(config.lanes))
+        self._heap = world.Heap(self.allocated_bytes, control, meeting)
+        self._args = {
+            key: self._lane_args(*key)
+            for key in itertools.product(range(config.lanes), config.max_tokens, Layout, config.payloads)
+        }
+
+    def _supported(self, config: BufferConfig) -> None:
+        missing = [m.value for m in config.max_tokens if m not in MODES]
+        if missing:
+            raise ValueError(
+                f"mode {', '.join(missing)} is not there on the nvshmem fabric yet; give max_tokens to direct and low_latency only"
+            )
+        if config.ranks > launch.MAX_RANKS:
+            raise ValueError(f"{config.ranks} ranks; the peer kernels serve up to {launch.MAX_RANKS} of one NVLink domain")
+        if config.rail == "put":
+            raise ValueError("rail='put' needs the image of remote puts, which is not there yet; use 'auto'")
+        if config.shape.per_expert:
+            raise ValueError("low_latency_form='per_expert' is not there on the nvshmem fabric yet; use 'auto'")
+
+    def _lane_args(self, lane: int, mode: Mode, form: Layout, payload: Payload) -> Args:
+        s, host = self.shape, self._host.data_ptr()
+        words, regions, at = layout.words(s), layout.lane(s), layout.lane_offset(s, lane)
+        tokens = self.config.max_tokens[mode]
+        return Args(
+            self._heap.peers,
+            rank=self.rank,
+            ranks=s.ranks,
+            local_experts=s.local_experts,
+            top_k=s.top_k,
+            hidden=s.hidden,
+            control=self._control.data_ptr(),
+            report=host,
+            stats=self._counters.data_ptr(),
+            timeout_ns=int(self.config.timeout_s * 1e9),
+            lane=lane,
+            mode=mode.code,
+            max_tokens=tokens,
+            state=self._lanes.data_ptr() + 16 * lane,
+            intent=at + words.intent,
+            stream_begin=at + words.stream_begin,
+            stream_tail=at + words.stream_tail,
+            stream_returned=at + words.stream_returned,
+            expert_arrival=at + words.expert_arrival,
+            returned=at + words.returned,
+            slots=at + regions.dispatch,
+            slot_segment=layout.source_segment(s, 1, tokens),
+            area=at + regions.combine,
+            area_segment=layout.combine_segment(s, 1, tokens),
+            payload=payload,
+            signature=mode.code << 8 | list(Layout).index(form) << 4 | payload,
+            proposal=host + 8 * 16,
+            agreed=host + 8 * 17,
+        )
+
+    # The four phases of a call.
+
+    def start_dispatch(self, call: Call) -> None:
+        self._raise_failure()
+        call.state = state = self._prepare(call)
+        self._launch("dispatch", call, state, state.dispatch, send=True, receive=not call.split)
+
+    def finish_dispatch(self, call: Call) -> Received:
+        state: _State = call.state
+        if call.split:
+            self._launch("dispatch", call, state, state.dispatch, send=False, receive=True)
+        if call.layout is Layout.COMPACT and call.host_counts:
+            state.received = _cut(state.received, self._await_rows(call))
+        return state.received
+
+    def start_combine(self, call: Call, y: torch.Tensor) -> None:
+        self._raise_failure()
+        state: _State = call.state
+        state.y = y
+        if call.split:
+            self._launch("combine", call, state, self._answer(state, y, None), send=True, receive=False)
+
+    def finish_combine(self, call: Call, out: torch.Tensor) -> None:
+        state: _State = call.state
+        assert state.y is not None
+        answer = self._answer(state, state.y, out)
+        self._launch("combine", call, state, answer, send=not call.split, receive=True)
+        state.y = None
+
+    def _prepare(self, call: Call) -> _State:
+        s = self.shape
+        capacity, masked = s.ranks * call.max_tokens, call.layout is Layout.MASKED
+        if call.host_counts and not masked and torch.cuda.is_current_stream_capturing():
+            raise ValueError("a captured dispatch cannot wait for the number of rows: use host_counts=False, or masked")
+        words = layout.scale_bytes(call.payload, s.hidden) // 4
+        scale_dtype = torch.float32 if call.payload is Payload.FP8 else torch.int32
+        ids = weights = scales = None
+        stride = 0
+        if masked:
+            rows = self._empty((s.local_experts, capacity, s.hidden), _DTYPES[call.payload])
+            if words:
+                stride = layout.align_up(capacity, 4)
+                columns = self._empty((s.local_experts, words, stride), scale_dtype)
+                scales = columns[:, :, :capacity].transpose(1, 2)
+        else:
+            rows = self._empty((capacity, s.hidden), _DTYPES[call.payload])
+            scales = self._empty((capacity, words), scale_dtype) if words else None
+            ids = self._empty((capacity, s.top_k), torch.int32)
+            weights = self._empty((capacity, s.top_k), torch.float32)
+        counts = self._empty((s.local_experts,), torch.int32)
+        # plan | target | position | pick_weight, 32 bits each
+        sizes = (s.ranks + 1, capacity, capacity * s.top_k if masked else 0)
+        records = self._empty((sizes[0] + sizes[1] + 2 * sizes[2],), torch.int32)
+        plan = records.data_ptr()
+        target, position = plan + 4 * sizes[0], plan + 4 * (sizes[0] + sizes[1])
+        waits = call.host_counts and not masked
+        host_rows = 18 + call.lane
+        if waits:
+            self._seen[host_rows] = 0
+        cast = call.scales is None and call.payload in (Payload.FP8, Payload.FP8_UE8M0)
+        values = (
+            *(int(masked), int(cast), int(call.ids.dtype == torch.int64), call.tokens),
+            *(call.x.data_ptr(), _address(call.scales), call.ids.data_ptr(), call.weights.data_ptr()),
+            *(rows.data_ptr(), _address(scales), _address(ids), _address(weights), counts.data_ptr(), stride),
+            *(int(not masked and not waits), self._host.data_ptr() + 8 * host_rows if waits else 0),
+            *(plan, target, position, position + 4 * sizes[2]),
+        )
+        blocks = max(1, min(SMS if call.sms is None else call.sms, self._most_blocks))
+        received = Received(rows, scales, ids, weights, counts, None)
+        args = self._args[call.lane, call.mode, call.layout, call.payload]
+        return _State(args, blocks, received, (*values, 0, 0), (records, rows))
+
+    def _answer(self, state: _State, y: torch.Tensor, out: torch.Tensor | None) -> tuple[int, ...]:
+        return (*state.dispatch[:-2], y.data_ptr(), _address(out))
+
+    def _launch(self, op: str, call: Call, state: _State, values: tuple[int, ...], *, send: bool, receive: bool) -> None:
+        small = call.tokens <= SMALL
+        both = send and receive
+        senders = WARPS // 2 if both and not small else WARPS
+        parts = 4 if small else 1
+        state.args.pack(
+            *values,
+            senders if send else 0,
+            (senders if both and not small else 0) if receive else WARPS,
+            parts,
+            parts,
+            int(op == "combine" and receive),
+        )
+        self._kernels[op].launch(state.blocks, state.args, launch.stream_of(self.device))
+
+    def _await_rows(self, call: Call) -> int:
+        deadline = time.monotonic() + self.config.timeout_s + 5.0
+        at = 18 + call.lane
+        while not self._seen[at]:
+            self._raise_failure()
+            if time.monotonic() > deadline:
+                raise EpError(f"rank {self.rank}: the dispatch kernel did not run in {self.config.timeout_s + 5:g} s")
+        return int(self._seen[at]) - 1
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    # Agreement, failure and the end.
+
+    @property
+    def proposal(self) -> int:
+        return int(self._seen[16])
+
+    @proposal.setter
+    def proposal(self, token: int) -> None:
+        self._seen[16] = token
+
+    @property
+    def agreed(self) -> int:
+        if not self.proposal:  # nor can all ranks carry one
+            return 0
+        torch.cuda.current_stream(self.device).synchronize()
+        return int(self._seen[17])
+
+    def refuse(self, lane: int, epoch: int, reason: str) -> None:
+        """Peers are not told: kernels number rounds on the device, so a corrected call takes the same epoch."""
+        log.warning("rank %d refused a dispatch in lane %d: %s", self.rank, lane, reason)
+
+    def executed(self) -> tuple[Mode | None, int]:
+        _, mode, epoch = self._control.tolist()
+        return (list(Mode)[mode - 1] if mode else None), epoch
+
+    def abort(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        driver = world.driver()
+        for peer in self._heap.peers if self._heap.base else ():
+            driver.cuMemcpyAsync(peer + 8 * self.rank, self._one.data_ptr(), 8, self._side.cuda_stream)
+
+    def failure(self) -> str | None:
+        if self._reason is None and self._seen[0]:
+            self._reason = str(self._error())
+        return self._reason
+
+    def _raise_failure(self) -> None:
+        if self._seen[0]:
+            raise self._error()
+
+    def _error(self) -> EpError:
+        kind, op, mode, lane, epoch, peer, expected, seen = (int(v) for v in self._seen[:8])
+        where = f"{OPS[op]} of {list(Mode)[mode].value}, lane {lane}, epoch {epoch}"
+        if kind == TIMEOUT:
+            pair = [(layout.signal_epoch(w), layout.signal_count(w)) for w in (expected, seen)]
+            record = WaitRecord(OPS[op], list(Mode)[mode].value, lane, epoch, self.rank, peer, *pair)
+            return EpTimeout(record, self.config.timeout_s)
+        if kind == DISAGREE:
+            return EpDisagree(
+                f"in {where}, rank {self.rank} called {_describe(expected)} and rank {peer} called {_describe(seen)}; "
+                "all ranks must choose the same"
+            )
+        if kind == ABORT:
+            return EpFailed(f"rank {self.rank}: rank {peer} gave up before {where}")
+        return EpError(
+            f"rank {self.rank}, {where}: token {expected} has topk id {seen}; ids lie in 0..{self.shape.experts - 1}, "
+            "or -1 for no expert (it was taken as none)"
+        )
+
+    def transports(self) -> dict[str, list[int]]:
+        others = [r for r in range(self.shape.ranks) if r != self.rank]
+        return {"local": [self.rank], "scale_up": others, "scale_out": []}
+
+    def read_stats(self, stats: BufferStats) -> None:
+        """Copy the device's counters; waits for the kernels before."""
+        s, values = self.shape, self._counters.tolist()
+        size = 4 * s.ranks + 4
+        for mode in self.config.max_tokens:
+            rows, scalars = values[size * mode.code :][: 4 * s.ranks], values[size * mode.code + 4 * s.ranks :][:4]
+            m = stats.mode(mode.value)
+            m.dispatch.calls, m.combine.calls, m.tokens, m.slots_high_water = scalars
+            for op, first in ((m.dispatch, 0), (m.combine, 2)):
+                for path, peers in self.transports().items():
+                    op.records[path] = sum(rows[first * s.ranks + p] for p in peers)
+                    op.bytes[path] = sum(rows[(first + 1) * s.ranks + p] for p in peers)
+        waits = values[4 * size :][: s.ranks]
+        stats.wait_s.update({peer: ns / 1e9 for peer, ns in enumerate(waits) if ns})
+        stats.expert_rows = values[4 * size + s.ranks :]
+
+    def destroy(self) -> None:
+        self._reason = self._reason or "destroyed"
+        if self._heap.base:
+            torch.cuda.synchronize(self.device)  # kernels end: their waits are bounded
+        self._heap.close(min(self.config.timeout_s, 5.0))
+
+
+def _address(t: torch.Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def _cut(r: Received, n: int) -> Received:
+    assert r.topk_ids is not None and r.topk_weights is not None
+    scales = r.scales[:n] if r.scales is not None else None
+    return Received(r.rows[:n], scales, r.topk_ids[:n], r.topk_weights[:n], r.counts, n)
+
+
+def _describe(signature: int) -> str:
+    mode, form = list(Mode)[signature >> 8 & 3], list(Layout)[signature >> 4 & 15]
+    return f"{mode.value} ({form.value}, {Payload(signature & 15).name.lower()})"

@@ -1,0 +1,85 @@
+"""Launching a compiled kernel: its one argument is the struct Args of kernels/include/ep/args.h."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ep_backend.errors import EpError
+from ep_backend.fabric.nvshmem.world import check, driver
+
+MAX_RANKS = 32
+WARPS = 24
+IMAGES = Path(__file__).resolve().parents[2] / "images"
+
+# Fields of Args behind heap[MAX_RANKS], in order, 64 bits each. LANE ones are the same for every call of a lane and mode.
+LANE = (
+    *("rank", "ranks", "local_experts", "top_k", "hidden", "control", "report", "stats", "timeout_ns"),
+    *("lane", "mode", "max_tokens", "state"),
+    *("intent", "stream_begin", "stream_tail", "stream_returned", "expert_arrival", "returned"),
+    *("slots", "slot_segment", "area", "area_segment", "payload", "signature", "proposal", "agreed"),
+)
+CALL = (
+    *("masked", "cast", "ids64", "tokens", "x", "scales_in", "ids", "weights"),
+    *("rows", "scales", "out_ids", "out_weights", "counts", "scale_stride", "fill", "host_rows"),
+    *("plan", "target", "position", "pick_weight", "y", "out"),
+    *("send_warps", "receive_from", "send_parts", "receive_parts", "advance"),
+)
+_call = struct.Struct(f"{len(CALL)}q")
+_call_at = 8 * (MAX_RANKS + len(LANE))
+ARGS_BYTES = _call_at + _call.size
+
+
+class Args:
+    """The struct for one lane, mode and payload: packed once but for what a call changes."""
+
+    def __init__(self, heap: list[int], **lane: int) -> None:
+        self.buffer = ctypes.create_string_buffer(ARGS_BYTES)
+        heap = heap + [0] * (MAX_RANKS - len(heap))
+        struct.pack_into(f"{MAX_RANKS + len(LANE)}q", self.buffer, 0, *heap, *(lane[name] for name in LANE))
+        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
+        self.address = ctypes.addressof(self._parameters)
+
+    def pack(self, *call: int) -> None:
+        """Values of CALL, in order."""
+        _call.pack_into(self.buffer, _call_at, *call)
+
+
+class Kernel:
+    """One entry point of one image, ready to be launched (also in a capture)."""
+
+    def __init__(self, image: str, name: str, device: torch.device) -> None:
+        self._driver = driver()
+        library = check(self._driver.cuLibraryLoadData(_find(image, device).read_bytes(), [], [], 0, [], [], 0))
+        kernel = check(self._driver.cuLibraryGetKernel(library, name.encode()))
+        self._function = check(self._driver.cuKernelGetFunction(kernel))
+
+    def launch(self, blocks: int, args: Args, stream: int) -> None:
+        status = self._driver.cuLaunchKernel(
+            self._function, blocks, 1, 1, 32 * WARPS, 1, 1, 0, stream, args.address, 0
+        )[0]
+        if int(status) != 0:
+            raise EpError(f"launch failed: {status.name}")
+
+
+def _find(image: str, device: torch.device) -> Path:
+    major, minor = torch.cuda.get_device_capability(device)
+    path = IMAGES / f"{image}.sm_{major}{minor}a.cubin"
+    if not path.exists():
+        have = ", ".join(sorted(p.name for p in IMAGES.glob("*.cubin"))) or "none"
+        raise EpError(
+            f"no image {path.name} for {torch.cuda.get_device_name(device)} (there are: {have}); "
+            "build the package where nvcc is, or use fabric='host'"
+        )
+    return path
+
+
+def stream_of(device: torch.device) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+__all__ = ["Any", "Args", "Kernel", "stream_of"]

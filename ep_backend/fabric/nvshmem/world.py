@@ -1,0 +1,132 @@
+"""The process's NVSHMEM world and its symmetric memory. A process joins one world, of one set of ranks, for its life."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ep_backend.errors import EpError
+from ep_backend.fabric.meeting import Meeting
+
+log = logging.getLogger(__name__)
+
+# Kept as they are where the environment says otherwise. Multicast is not used, and peers need no NIC.
+ENVIRONMENT = {"NVSHMEM_DISABLE_NVLS": "1", "NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_SYMMETRIC_SIZE": str(1 << 30)}
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ranks (of the default process group) that share symmetric memory, and the library's version."""
+
+    ranks: tuple[int, ...]
+    library: str
+
+
+_world: World | None = None
+
+
+def join(meeting: Meeting, device: torch.device, heap_bytes: int) -> World:
+    """The world of these ranks, made by the first buffer; collective, and an error on every rank if one is in another."""
+    global _world
+    theirs = meeting.exchange("nvshmem/world", _world.ranks if _world else None)
+    others = {r: w for r, w in enumerate(theirs) if w is not None and w != meeting.ranks}
+    if others or (_world is None) != (theirs.count(None) == len(theirs)):
+        raise EpError(
+            f"rank {meeting.rank}: NVSHMEM is one world a process, and this group's ranks {list(meeting.ranks)} are not it "
+            f"(by rank of the group: {theirs}). Make every nvshmem buffer of a process over the same ranks"
+        )
+    if _world is None:
+        _world = World(meeting.ranks, _initialise(meeting, device, heap_bytes))
+    return _world
+
+
+def _initialise(meeting: Meeting, device: torch.device, heap_bytes: int) -> str:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if heap_bytes > int(_bytes(os.environ["NVSHMEM_SYMMETRIC_SIZE"]) * 0.9):  # a static heap must hold the buffer
+        os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(heap_bytes * 2)
+    try:
+        import nvshmem.core as core
+        from cuda.core import Device
+    except ImportError as e:
+        raise EpError(
+            f"the nvshmem fabric needs nvshmem4py and cuda-core ({e}); install ep-backend[cuda], or use fabric='host'"
+        ) from e
+    Device(device.index).set_current()
+    mine = bytes(core.get_unique_id()._data.tobytes()) if meeting.rank == 0 else b""
+    uid = core.get_unique_id(empty=True)
+    ctypes.memmove(uid.ptr, meeting.exchange("nvshmem/uid", mine)[0], uid._data.nbytes)
+    core.init(device=Device(device.index), uid=uid, rank=meeting.rank, nranks=meeting.size, initializer_method="uid")
+    version = str(core.get_version().libnvshmem_version)
+    log.info("NVSHMEM %s, %d ranks, peers over mapped memory, no NIC is used", version, meeting.size)
+    return version
+
+
+def _bytes(text: str) -> int:
+    scale = {"K": 10, "M": 20, "G": 30, "T": 40}.get(text[-1:].upper())
+    return int(float(text[:-1]) * (1 << scale)) if scale else int(text)
+
+
+class Heap:
+    """One buffer's symmetric memory and where this GPU maps every rank's."""
+
+    def __init__(self, size: int, control: int, meeting: Meeting) -> None:
+        import nvshmem.bindings as nvshmem
+
+        self.size, self._nvshmem, self._meeting = size, nvshmem, meeting
+        free, total = torch.cuda.mem_get_info()
+        room = meeting.exchange("nvshmem/room", free)
+        if min(room) < size:
+            raise EpError(
+                f"the buffer needs {size} bytes of symmetric memory on every rank; free by rank: {room} of {total}. "
+                "Lower max_tokens or lanes, or leave the buffer more memory"
+            )
+        self.base = int(nvshmem.malloc(size))
+        got = meeting.exchange("nvshmem/base", self.base)
+        if 0 in got:
+            raise EpError(f"NVSHMEM found no {size} bytes of symmetric memory on rank {got.index(0)} ({free} bytes were free)")
+        self.peers = [self.base if r == meeting.rank else int(nvshmem.ptr(self.base, r)) for r in range(meeting.size)]
+        unmapped = [r for r, p in enumerate(self.peers) if p == 0]
+        if unmapped:
+            raise EpError(
+                f"rank {meeting.rank} has no mapping of the memory of rank {', '.join(map(str, unmapped))}: these kernels store "
+                "to peers of one NVLink domain"
+            )
+        fill(self.base, 0, control)
+        torch.cuda.synchronize()
+        meeting.exchange("nvshmem/cleared", True)
+
+    def close(self, seconds: float) -> None:
+        """Collective, so that only a complete group frees; else the memory stays until the process ends."""
+        if not self.base:
+            return
+        base, self.base = self.base, 0
+        missing = self._meeting.rendezvous("nvshmem/destroy", seconds)
+        if missing:
+            log.warning("rank %s did not come to destroy(); %d bytes stay until exit", ", ".join(map(str, missing)), self.size)
+            return
+        self._nvshmem.free(base)
+
+
+def fill(address: int, value: int, count: int) -> None:
+    """Set bytes of device memory."""
+    check(driver().cuMemsetD8(address, value, count))
+
+
+def driver() -> Any:
+    from cuda.bindings import driver as module
+
+    return module
+
+
+def check(result: Any) -> Any:
+    """The value of a driver call, or an error with its name."""
+    status, *values = result
+    if int(status) != 0:
+        raise EpError(f"CUDA driver: {status.name}")
+    return values[0] if values else None

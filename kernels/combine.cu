@@ -1,0 +1,192 @@
+// Combine: each rank returns its partial sums to the tokens' owners, who add them up.
+//
+// Records of a source's channel return in its order and signal by channel, so an owner's block sums its tokens while later
+// ones are under way. A rank signals every channel of every peer, also with no rows: the words of an epoch say that this
+// rank has read all its dispatch slots of that epoch.
+#include "ep/progress.cuh"
+#include "ep/rows.cuh"
+
+namespace ep {
+
+constexpr int kPublishRows = 8;   // rows between two signals of a channel
+
+struct Shared {
+  u64 epoch;
+  bool stopped;
+  Progress progress;
+};
+
+// One channel index of every source: lane s holds what source s sent in it.
+struct Returning {
+  int begin, count, base, channels;   // first slot, records, row of the source's slot 0, the source's channels
+  u32 rounds;                         // most records of a source
+};
+
+__device__ __forceinline__ Returning returning(const Args& a, u64 epoch, int channel, int lane) {
+  Returning r{};
+  if (lane < a.ranks) {
+    i64 word = lane * (kChannels + 1) + channel;
+    u64 intent = load_relaxed_sys(own_word(a, a.intent, lane));
+    u64 lo = load_relaxed_sys(own_word(a, a.stream_begin, word)), hi = load_relaxed_sys(own_word(a, a.stream_begin, word + 1));
+    r.base = reinterpret_cast<const int*>(a.plan)[lane];
+    // A source in a later epoch has all its rows back already; this block then has none of its channels.
+    r.channels = signal_epoch(intent) == epoch ? int(intent >> kSignatureBits & (kChannels - 1)) + 1 : 0;
+    if (channel < r.channels) {
+      r.begin = int(signal_count(lo));
+      r.count = int(signal_count(hi)) - r.begin;
+    }
+  }
+  r.rounds = __reduce_max_sync(kFullWarp, u32(r.count));
+  return r;
+}
+
+// Units are (record, source, part), sources innermost, so that all of them move along together.
+struct Units {
+  u32 ranks, parts, rounds, workers;
+  __device__ __forceinline__ u32 total() const { return ranks * parts * rounds; }
+  __device__ __forceinline__ u32 turns() const { return u32(ceil_div(total(), workers)); }   // of a worker, at most
+};
+
+__device__ __forceinline__ void return_row(const Args& a, int source, i64 record, Part p) {
+  i64 bytes = combine_record_bytes(Payload(a.payload), a.hidden);
+  i64 target = reinterpret_cast<const int*>(a.target)[record];
+  u64 to = a.heap[source] + a.area + target / a.max_tokens * a.area_segment + target % a.max_tokens * bytes;
+  if (not a.masked) {
+    copy_row(to, a.y + record * 2 * a.hidden, int(2 * a.hidden), p, load_input);
+    return;
+  }
+  int row = p.lane < a.top_k ? reinterpret_cast<const int*>(a.position)[record * a.top_k + p.lane] : -1;
+  float weight = p.lane < a.top_k ? reinterpret_cast<const float*>(a.pick_weight)[record * a.top_k + p.lane] : 0.f;
+  sum_rows(to, a.hidden, __ballot_sync(kFullWarp, row >= 0), p, load_input, [&](int k) {
+    return Term{a.y + i64(__shfl_sync(kFullWarp, row, k)) * 2 * a.hidden, __shfl_sync(kFullWarp, weight, k)};
+  });
+}
+
+__device__ __forceinline__ void publish(const Args& a, Shared& sh, int channel, const Returning& r, const Units& u, u32 turns_before,
+                                        int lane) {
+  u32 published = 0, all = u.total() / u.parts;
+  for (;;) {
+    u32 reach = sh.progress.complete(u.workers, lane), before = turns_before * u.workers;
+    u32 complete = min(all, reach > before ? (reach - before) / u.parts : 0);   // (record, source) pairs
+    if (complete < all and complete - published < kPublishRows * u.ranks) continue;
+    int rows = complete > lane ? int((complete - lane + u.ranks - 1) / u.ranks) : 0;
+    fence_sys();
+    if (channel < r.channels)
+      store_relaxed_sys(heap_word(a, lane, a.stream_returned, a.rank * kChannels + channel),
+                        signal_word(sh.epoch, min(rows, r.count)));
+    published = complete;
+    if (complete == all) break;
+  }
+  if (r.count != 0) {
+    i64 at = stat_mode(a.ranks, a.mode) + 2 * a.ranks + lane;
+    add_stat(a, at, r.count);
+    add_stat(a, at + a.ranks, u64(r.count) * combine_record_bytes(Payload(a.payload), a.hidden));
+  }
+}
+
+__device__ __forceinline__ void send(const Args& a, Shared& sh, int warp, int lane) {
+  u32 workers = u32(a.send_warps) - 1, turns = 0;
+  bool publisher = warp == int(workers);
+  int channels = kChannels;
+  for (int channel = blockIdx.x; channel < channels; channel += gridDim.x) {
+    Returning r = returning(a, sh.epoch, channel, lane);
+    channels = int(__reduce_max_sync(kFullWarp, u32(r.channels)));
+    if (channel >= channels) break;
+    Units u{u32(a.ranks), u32(a.send_parts), r.rounds, workers};
+    if (publisher) {
+      publish(a, sh, channel, r, u, turns, lane);
+    } else {
+      u32 done = turns;
+      for (u32 unit = warp; unit < u.total(); unit += workers) {
+        u32 pair = unit / u.parts, source = pair % u.ranks, k = pair / u.ranks;
+        int count = __shfl_sync(kFullWarp, r.count, source), slot = __shfl_sync(kFullWarp, r.base + r.begin, source) + k;
+        if (k < count) return_row(a, source, slot, {int(unit % u.parts), int(u.parts), lane});
+        sh.progress.finish(warp, ++done, lane);
+      }
+      sh.progress.finish(warp, turns + u.turns(), lane);
+    }
+    turns += u.turns();
+  }
+  if (not publisher) sh.progress.finish(warp, Progress::kAll, lane);
+  if (blockIdx.x == 0 and publisher) {
+    if (lane == 0) add_stat(a, stat_mode(a.ranks, a.mode) + kStatRows * a.ranks + 1, 1);
+    for (i64 e = lane; e < a.local_experts; e += 32)
+      add_stat(a, stat_experts(a.ranks) + e, reinterpret_cast<const int*>(a.counts)[e]);
+  }
+}
+
+// Copy j of a token is that of the j-th rank that got it.
+__device__ __forceinline__ void sum_token(const Args& a, i64 token, int copies, Part p) {
+  u64 first = a.heap[a.rank] + a.area + token * combine_record_bytes(Payload(a.payload), a.hidden);
+  u32 set = copies == 32 ? kFullWarp : below(copies);
+  sum_rows(a.out + token * 2 * a.hidden, a.hidden, set, p, load_vec,
+           [&](int j) { return Term{first + j * a.area_segment, 1.f}; });
+}
+
+__device__ __forceinline__ bool receive(const Args& a, Shared& sh, int warp, int lane) {
+  int workers = kWarps - int(a.receive_from), parts = int(a.receive_parts);
+  u64 intent = load_relaxed_sys(own_word(a, a.intent, a.rank));
+  int channels = int(intent >> kSignatureBits & (kChannels - 1)) + 1;
+  bool peer = lane < a.ranks;
+  for (int channel = blockIdx.x; channel < channels; channel += gridDim.x) {
+    Range mine = channel_tokens(a.tokens, channel, channels);
+    int before = 0, seen = -1, unit = warp;   // lane r: rows of rank r expected before the block, and seen
+    auto await = [&](int count) {
+      if (seen >= count) return true;
+      u64 start = seen < 0 and blockIdx.x == 0 and warp == 0 ? nanoseconds() : 0;
+      u64 word = wait_word(a, Op::kCombine, lane, a.stream_returned, lane * kChannels + channel, sh.epoch, count);
+      if (start != 0) add_stat(a, stat_waits(a.ranks) + lane, nanoseconds() - start);
+      seen = int(signal_count(word));
+      return word != 0;
+    };
+    for (int first = mine.first; first < mine.last; first += 32) {
+      u32 to = block_of_tokens(a, first, mine.last, lane);
+      int stop = (min(first + 32, mine.last) - mine.first) * parts;
+      for (; unit < stop; unit += workers) {
+        int i = unit / parts - (first - mine.first);
+        bool expected = to >> i & 1;
+        bool ok = not expected or await(before + __popc(to & below(i)) + 1);
+        if (not __all_sync(kFullWarp, ok)) return false;
+        __syncwarp();   // what one lane acquired, all lanes read
+        sum_token(a, first + i, __popc(__ballot_sync(kFullWarp, expected)), {unit % parts, parts, lane});
+      }
+      before += __popc(to);
+    }
+    // The last word of a rank also frees the slots there, so that it is awaited from all.
+    if (not __all_sync(kFullWarp, not peer or await(before))) return false;
+  }
+  return true;
+}
+
+}  // namespace ep
+
+extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_combine(const __grid_constant__ ep::Args a) {
+  using namespace ep;
+  __shared__ Shared sh;
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x < 32) sh.progress.done[lane] = 0;
+  if (warp == 1) {
+    bool stopped = given_up(a, Op::kCombine, 0, lane);
+    if (lane == 0) sh.stopped = stopped;
+  }
+  if (threadIdx.x == 0) {
+    LaneState* state = reinterpret_cast<LaneState*>(a.state);
+    u64 epoch = load_relaxed_sys(&state->epoch);
+    sh.epoch = epoch;
+    if (a.advance) {   // the last block to have read the epoch ends it
+      __threadfence();
+      if (atomicAdd(&state->readers, u64(1)) == gridDim.x - 1) {
+        state->readers = 0;
+        __threadfence();
+        store_relaxed_sys(&state->epoch, epoch + 1);
+      }
+    }
+  }
+  __syncthreads();
+  if (not sh.stopped) {
+    if (warp < a.send_warps) send(a, sh, warp, lane);
+    if (warp >= a.receive_from and not receive(a, sh, warp - int(a.receive_from), lane)) sh.stopped = true;
+    __syncthreads();
+  }
+  if (sh.stopped and a.out != 0) fill_nan(a.out, a.tokens * 2 * a.hidden);
+}

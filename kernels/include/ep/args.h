@@ -1,0 +1,82 @@
+// What the host hands to a kernel: one struct by value, 64-bit fields only, so that
+// ep_backend/fabric/nvshmem/launch.py can mirror it as a list of names (a test compares the two).
+#pragma once
+#include "ep/layout.h"
+
+namespace ep {
+
+constexpr int kMaxRanks = 32;   // one warp lane a rank
+constexpr int kThreads = 768;
+constexpr int kWarps = kThreads / 32;
+
+// An intent word's count: what ranks must agree on (payload 4 bits, layout 4, mode 2), then the sender's
+// channels - 1 in 6, and a proposal in the highest 8.
+constexpr int kSignatureBits = 10;
+constexpr u64 kSignatureMask = (u64(1) << kSignatureBits) - 1;
+constexpr int kProposalBits = 16;
+
+struct Args {
+  u64 heap[kMaxRanks];   // each rank's symmetric heap as this GPU maps it
+
+  // The buffer.
+  i64 rank, ranks, local_experts, top_k, hidden;
+  u64 control;           // Control
+  u64 report;            // mapped host memory: Report
+  u64 stats;             // u64[]: Stats
+  i64 timeout_ns;
+
+  // Its lane and mode; byte offsets from a heap's start.
+  i64 lane, mode, max_tokens;
+  u64 state;             // LaneState of this lane
+  i64 intent, stream_begin, stream_tail, stream_returned, expert_arrival, returned;
+  i64 slots, slot_segment;   // dispatch payload, and bytes of one source's segment
+  i64 area, area_segment;    // combine payload, and bytes of one copy's segment
+  i64 payload, signature;
+  u64 proposal;          // mapped u64: carried in intent words
+  u64 agreed;            // mapped u64: the proposal of all ranks in the last dispatch, else 0
+
+  // The call.
+  i64 masked, cast, ids64;
+  i64 tokens;
+  u64 x, scales_in, ids, weights;
+  u64 rows, scales, out_ids, out_weights, counts;
+  i64 scale_stride;      // masked: elements between the columns of scales
+  i64 fill;              // compact: 1 if ids behind the last row are read
+  u64 host_rows;         // mapped u64, gets the number of rows + 1; 0: nobody asks
+  u64 plan;              // i32 [R + 1]: by source rank, the first of its received records; behind the last, all
+  u64 target;            // i32 [R x max_tokens]: by received record, its row in the owner's combine payload
+  u64 position;          // i32 [R x max_tokens][K]: by received record and pick, the masked row or -1
+  u64 pick_weight;       // f32 likewise
+  u64 y, out;
+
+  // The launch.
+  i64 send_warps;        // warps that send, the last of them publishes; 0: none
+  i64 receive_from;      // first warp that receives; kWarps: none
+  i64 send_parts;        // warps that share one token of the send phase
+  i64 receive_parts;     // and one record of the receive phase
+  i64 advance;           // combine: the lane's epoch ends with this launch
+};
+
+struct LaneState {
+  u64 epoch;     // of the round under way or to come; 1 at first
+  u64 readers;   // blocks of the advancing kernel that have read it
+};
+
+// One a buffer.
+struct Control {
+  u64 failed;        // nonzero once a wait has ended without its word; kernels then exit at once
+  u64 mode, epoch;   // of the last dispatch; the mode plus 1
+};
+
+// First error of this rank, in host memory so that it can be read while kernels run.
+enum class Report : int { kKind, kOp, kMode, kLane, kEpoch, kPeer, kExpected, kSeen, kWords };
+enum class Fault : u64 { kNone, kTimeout, kDisagree, kAbort, kBadId };
+enum class Op : int { kDispatch, kCombine };
+
+// Counters, u64 each. A mode has four rows of R (records and bytes of both operations, by destination) and three scalars.
+constexpr int kStatRows = 4, kStatScalars = 4;   // dispatches, combines, tokens, most tokens of one call
+EP_HD i64 stat_mode(i64 ranks, i64 mode) { return mode * (kStatRows * ranks + kStatScalars); }
+EP_HD i64 stat_waits(i64 ranks) { return stat_mode(ranks, 4); }          // [R] nanoseconds
+EP_HD i64 stat_experts(i64 ranks) { return stat_waits(ranks) + ranks; }  // [e] rows
+
+}  // namespace ep

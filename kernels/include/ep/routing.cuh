@@ -1,0 +1,42 @@
+// Who gets which token, and in which slot. Slots are in token order, so everything is the same from run to run.
+#pragma once
+#include "ep/signal.cuh"
+
+namespace ep {
+
+struct Range { int first, last; };   // [first, last)
+
+// The tokens of one channel. Sender and owner split alike, so a channel's combine rows are those of its tokens.
+__device__ __forceinline__ Range channel_tokens(i64 tokens, int channel, int channels) {
+  return {int(tokens * channel / channels), int(tokens * (channel + 1) / channels)};
+}
+
+// One pick's expert, -1 for none. Ids outside the model count as none and are reported.
+__device__ __forceinline__ int pick(const Args& a, i64 token, int k) {
+  i64 at = token * a.top_k + k;
+  i64 id = a.ids64 ? reinterpret_cast<const i64*>(a.ids)[at] : reinterpret_cast<const int*>(a.ids)[at];
+  return id >= 0 and id < a.local_experts * a.ranks ? int(id) : -1;
+}
+
+// The ranks that own a token's experts, one bit a rank.
+__device__ __forceinline__ u32 token_ranks(const Args& a, i64 token) {
+  u32 mask = 0, each = u32(a.local_experts);
+  for (int k = 0; k < a.top_k; ++k) {
+    int id = pick(a, token, k);
+    if (id >= 0) mask |= 1u << (u32(id) / each);
+  }
+  return mask;
+}
+
+// 32 tokens from `first` on, transposed: lane r gets a bit for each of them that goes to rank r.
+__device__ __forceinline__ u32 block_of_tokens(const Args& a, int first, int last, int lane) {
+  u32 mask = first + lane < last ? token_ranks(a, first + lane) : 0, mine = 0;
+  for (int r = 0; r < a.ranks; ++r) {
+    u32 tokens = __ballot_sync(kFullWarp, mask >> r & 1);
+    if (lane == r) mine = tokens;
+  }
+  return mine;
+}
+__device__ __forceinline__ u32 below(int bit) { return (1u << bit) - 1; }   // bit < 32
+
+}  // namespace ep

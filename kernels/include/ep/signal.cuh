@@ -1,0 +1,78 @@
+// Signal words and bounded waits.
+//
+// A word is written by one 64-bit store after a system-wide fence; its reader loads it with acquire. Everything that the
+// writing block stored before the fence (its warps tell the publishing warp by block-scope release and acquire, and
+// causality is transitive) is visible to the reader and to whoever it synchronises with after that.
+#pragma once
+#include "ep/args.h"
+#include "ep/ptx.cuh"
+
+namespace ep {
+
+__device__ __forceinline__ u64* heap_word(const Args& a, int rank, i64 array, i64 index) {
+  return reinterpret_cast<u64*>(a.heap[rank] + array + 8 * index);
+}
+__device__ __forceinline__ const u64* own_word(const Args& a, i64 array, i64 index) {
+  return heap_word(a, int(a.rank), array, index);
+}
+__device__ __forceinline__ bool reached(u64 word, u64 epoch, u64 count) {
+  return signal_epoch(word) == epoch && signal_count(word) >= count;
+}
+__device__ __forceinline__ u64* stats(const Args& a) { return reinterpret_cast<u64*>(a.stats); }
+__device__ __forceinline__ void add_stat(const Args& a, i64 index, u64 value) { atomicAdd(stats(a) + index, value); }
+
+// Keep the first error only; a fatal one makes this kernel stop waiting and later ones exit at once.
+__device__ __noinline__ void report(const Args& a, Fault fault, Op op, u64 epoch, int peer, u64 expected, u64 seen) {
+  u64* r = reinterpret_cast<u64*>(a.report);
+  u64* failed = &reinterpret_cast<Control*>(a.control)->failed;
+  bool first = fault == Fault::kBadId ? load_relaxed_sys(r) == 0 : atomicCAS(failed, u64(0), u64(1)) == 0;
+  if (not first) return;
+  r[int(Report::kOp)] = u64(op);
+  r[int(Report::kMode)] = a.mode;
+  r[int(Report::kLane)] = a.lane;
+  r[int(Report::kEpoch)] = epoch;
+  r[int(Report::kPeer)] = peer;
+  r[int(Report::kExpected)] = expected;
+  r[int(Report::kSeen)] = seen;
+  fence_sys();
+  store_relaxed_sys(r, u64(fault));   // the kind last: the host reads the rest only behind it
+}
+__device__ __forceinline__ bool failed(const Args& a) {
+  return load_relaxed_sys(&reinterpret_cast<const Control*>(a.control)->failed) != 0;
+}
+
+// Whether this rank or a peer has given up. By one whole warp.
+__device__ __forceinline__ bool given_up(const Args& a, Op op, u64 epoch, int lane) {
+  bool aborted = lane < a.ranks and load_relaxed_sys(own_word(a, 0, lane)) != 0;   // abort words lie at the heap's start
+  u32 who = __ballot_sync(kFullWarp, aborted);
+  if (who != 0 and lane == 0) report(a, Fault::kAbort, op, epoch, __ffs(who) - 1, 0, 0);
+  return who != 0 or failed(a);
+}
+
+__device__ __noinline__ u64 wait_slow(const Args& a, Op op, int peer, const u64* word, u64 epoch, u64 count) {
+  u64 start = nanoseconds(), seen = 0;
+  for (int turn = 1;; ++turn) {
+    seen = load_acquire_sys(word);
+    if (reached(seen, epoch, count)) break;
+    if (turn % 64 != 0) continue;
+    if (failed(a)) return 0;
+    for (int r = 0; r < a.ranks; ++r)
+      if (load_relaxed_sys(own_word(a, 0, r)) != 0) {
+        report(a, Fault::kAbort, op, epoch, r, 0, 0);
+        return 0;
+      }
+    if (nanoseconds() - start > u64(a.timeout_ns)) {
+      report(a, Fault::kTimeout, op, epoch, peer, signal_word(epoch, count), seen);
+      return 0;
+    }
+  }
+  return seen;
+}
+// The word once it has this epoch and at least this count; 0 if the buffer has failed.
+__device__ __forceinline__ u64 wait_word(const Args& a, Op op, int peer, i64 array, i64 index, u64 epoch, u64 count) {
+  const u64* word = own_word(a, array, index);
+  u64 seen = load_acquire_sys(word);
+  return reached(seen, epoch, count) ? seen : wait_slow(a, op, peer, word, epoch, count);
+}
+
+}  // namespace ep
