@@ -1,22 +1,19 @@
-"""A rank's own HTTP agent: what this process's buffers executed, for the deployment's tools."""
+"""A rank's own HTTP agent: what this process's buffers executed, and changes of its mode, for the deployment's tools."""
 
 from __future__ import annotations
 
-import errno
-import hmac
-import ipaddress
 import os
-import socket
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from ep_backend.control.flip import Carrier, Flip, FlipRefused
+from ep_backend.serving import Background, needs_key
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 Stats = Mapping[str, Any]
-
-
-class HasStats(Protocol):
-    def stats(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +24,12 @@ class Identity:
     role: str
     rank: int
     world_size: int
+    gpus_per_node: int
     engine: str
 
 
 class Agent:
-    """Serves ``GET /status`` from a daemon thread, on ``port`` of ``host``, until :meth:`stop`.
+    """Serves ``GET /status``, ``GET /metrics`` and the two steps of a flip from a daemon thread, until :meth:`stop`.
 
     With ``key`` each request needs ``Authorization: Bearer KEY``; a host that others can reach needs a key.
     """
@@ -43,86 +41,70 @@ class Agent:
         host: str,
         port: int,
         key: str | None,
-        mode_desired: Callable[[], str],
-        buffers: Callable[[], Sequence[HasStats]],
+        flip: Flip,
+        buffers: Callable[[], Sequence[Carrier]],
     ) -> None:
-        if not key and not _is_loopback(host):
-            raise ValueError(f"agent_host={host} can be reached from other machines; set agent_key, or use 127.0.0.1")
         self._identity = identity
-        self._mode_desired = mode_desired
+        self._flip = flip
         self._buffers = buffers
-        self._socket = _listen(host, port)
-        self._server = self._make_server(key)
-        self._thread = threading.Thread(target=self._run, name="ep-backend-agent", daemon=True)
-        self._thread.start()
+        self._server = Background(self._app(key), name="agent", setting="agent_", host=host, port=port, key=key)
 
     @property
     def port(self) -> int:
-        return int(self._socket.getsockname()[1])
+        return self._server.port
 
     def status(self) -> dict[str, Any]:
         """The body of ``GET /status``; counters are sums over this rank's buffers."""
-        i = self._identity
         stats = [buffer.stats() for buffer in self._buffers()]
         latest: Stats = max(stats, key=lambda s: int(s["epoch"]), default={})
+        flip = self._flip.state()
         return {
-            "deployment": i.deployment,
-            "role": i.role,
-            "rank": i.rank,
-            "world_size": i.world_size,
-            "engine": i.engine,
+            **asdict(self._identity),
             "pid": os.getpid(),
-            "mode_desired": self._mode_desired(),
+            "mode_desired": flip["mode"],
             "mode_executed": latest.get("mode_executed"),
             "epoch": latest.get("epoch", 0),
             "failed": next((s["failed"] for s in stats if s["failed"]), None),
+            "timeouts": sum(int(s["timeouts"]) for s in stats),
             "modes": _sum([s["modes"] for s in stats]),
+            "max_tokens": latest.get("max_tokens", {}),
+            "wait_s": _sum([s["wait_s"] for s in stats]),
+            "flip": flip,
         }
 
     def stop(self) -> None:
         """Stop serving and free the port; waits at most 5 seconds."""
-        self._server.should_exit = True
-        self._thread.join(timeout=5)
-        self._socket.close()
+        self._server.stop()
 
-    def _run(self) -> None:
-        self._server.run(sockets=[self._socket])
+    def _app(self, key: str | None) -> FastAPI:
+        from fastapi import Body, Depends, FastAPI, HTTPException
+        from fastapi.responses import PlainTextResponse
 
-    def _make_server(self, key: str | None) -> Any:
-        import uvicorn
-        from fastapi import Depends, FastAPI, Header, HTTPException
+        from ep_backend.control.metrics import Ranks, exposition
 
-        def allow(authorization: str = Header(default="")) -> None:
-            if key and not hmac.compare_digest(authorization.encode(), f"Bearer {key}".encode()):
-                raise HTTPException(401, "this agent needs its key: send Authorization: Bearer KEY")
-
-        app = FastAPI(title="ep_backend agent", dependencies=[Depends(allow)], docs_url=None, openapi_url=None)
+        app = FastAPI(title="ep_backend agent", dependencies=[Depends(needs_key(key))], docs_url=None, openapi_url=None)
         app.get("/status")(self.status)
-        return uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
 
+        @app.get("/metrics", response_class=PlainTextResponse)
+        def metrics() -> str:
+            return exposition(Ranks([self.status()]))
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        @app.post("/flip/prepare")
+        def prepare(token: int = Body(ge=1, le=255), mode: str = Body()) -> dict[str, Any]:
+            try:
+                self._flip.prepare(token, mode)
+            except ValueError as error:
+                raise HTTPException(422, str(error)) from None
+            except FlipRefused as error:
+                raise HTTPException(409, str(error)) from None
+            return self._flip.state()
 
+        @app.post("/flip/abandon")
+        def abandon(token: int = Body(embed=True, ge=1, le=255)) -> dict[str, Any]:
+            self._flip.abandon(token)
+            return self._flip.state()
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen()
-    except OSError as e:
-        listener.close()
-        if e.errno == errno.EADDRINUSE:
-            raise ValueError(
-                f"agent port {port} on {host} is taken; choose another agent_port (each rank adds its number)"
-            ) from None
-        raise ValueError(f"the agent cannot listen on {host}:{port}: {e.strerror}; change agent_host") from None
-    return listener
+        return app
 
 
 def _sum(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -478,6 +478,9 @@ class EpBuffer:
         if ids is None or weights is None:
             raise ValueError("dispatch needs topk_ids and topk_weights (or the handle of an earlier dispatch)")
         rows, scales = x if isinstance(x, tuple) else (x, None)
+        for name, t in (("x", rows), ("scales", scales), ("topk_ids", ids), ("topk_weights", weights)):
+            if t is not None and not isinstance(t, torch.Tensor):
+                raise TypeError(f"{name} is a {type(t).__name__}; give a torch.Tensor")
         payload = self._payload(rows, scales, fp8)
         for name, t in (("x", rows), ("scales", scales), ("topk_ids", ids), ("topk_weights", weights)):
             if t is not None and t.device != self._fabric.device:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +17,21 @@ class OpStats:
     """One operation of one mode. ``forwarded`` counts on top of the path that the record took."""
 
     calls: int = 0
+    seconds: float = 0.0  # in the phases of these calls, waits included; without the time between them
     records: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PATHS, 0))
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PATHS, 0))
 
     def count(self, path: str, records: int, nbytes: int) -> None:
         self.records[path] += records
         self.bytes[path] += nbytes
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
 
 
 @dataclass
@@ -39,26 +51,30 @@ class BufferStats:
     modes: dict[str, ModeStats] = field(default_factory=dict)
     wait_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # by peer waited for
     expert_rows: list[int] = field(default_factory=list)  # received rows by local expert
+    timeouts: int = 0  # waits that ended without what they waited for
 
     def mode(self, name: str) -> ModeStats:
         return self.modes.setdefault(name, ModeStats())
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready: modes -> {dispatches, combines, tokens, records, bytes, combine_records, combine_bytes}."""
+        """JSON-ready: modes -> {dispatches, combines, tokens, seconds, records, bytes, and combine's last three}."""
         return {
             "modes": {
                 name: {
                     "dispatches": m.dispatch.calls,
                     "combines": m.combine.calls,
                     "tokens": m.tokens,
+                    "seconds": m.dispatch.seconds,
+                    "combine_seconds": m.combine.seconds,
                     "slots_high_water": m.slots_high_water,
                     "records": dict(m.dispatch.records),
                     "bytes": dict(m.dispatch.bytes),
                     "combine_records": dict(m.combine.records),
                     "combine_bytes": dict(m.combine.bytes),
                 }
-                for name, m in self.modes.items()
+                for name, m in list(self.modes.items())  # another thread may ask while a call adds a name
             },
-            "wait_s": {str(peer): s for peer, s in self.wait_s.items()},
+            "wait_s": {str(peer): s for peer, s in list(self.wait_s.items())},
             "expert_rows": list(self.expert_rows),
+            "timeouts": self.timeouts,
         }

@@ -59,11 +59,11 @@ class HostFabric:
         stats.tokens += call.tokens
         stats.slots_high_water = max(stats.slots_high_water, call.tokens)
         stats.dispatch.calls += 1
-        with self._refusal_first(call):
+        with stats.dispatch.timed(), self._refusal_first(call):
             _protocol(call.mode).start_dispatch(self, call)
 
     def finish_dispatch(self, call: Call) -> Received:
-        with self._refusal_first(call):
+        with self.stats.mode(call.mode.value).dispatch.timed(), self._refusal_first(call):
             received: Received = _protocol(call.mode).finish_dispatch(self, call)
             self._check(call, "dispatch")  # modes that use the same words would not notice that they differ
         self._executed = (call.mode, call.epoch)
@@ -75,11 +75,14 @@ class HostFabric:
         return received
 
     def start_combine(self, call: Call, y: torch.Tensor) -> None:
-        self.stats.mode(call.mode.value).combine.calls += 1
-        _protocol(call.mode).start_combine(self, call, y)
+        stats = self.stats.mode(call.mode.value).combine
+        stats.calls += 1
+        with stats.timed():
+            _protocol(call.mode).start_combine(self, call, y)
 
     def finish_combine(self, call: Call, out: torch.Tensor) -> None:
-        _protocol(call.mode).finish_combine(self, call, out)
+        with self.stats.mode(call.mode.value).combine.timed():
+            _protocol(call.mode).finish_combine(self, call, out)
         if self.faults.corrupt_combine and out.numel():
             out[:, 0] += 1
 

@@ -1,0 +1,268 @@
+"""What the control service does: reads every rank, flips a role, applies a file. Knows nothing of HTTP routes."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import get_args
+
+import httpx
+
+from ep_backend.control.changes import changes, mode_of, reachable, with_mode
+from ep_backend.control.models import Applied, Change, DeploymentStatus, FlipResult, Pending, RoleStatus
+from ep_backend.control.ranks import RankFailed, Ranks
+from ep_backend.deployment.agents import RankStatus
+from ep_backend.deployment.load import Loaded, load
+from ep_backend.deployment.problems import DeploymentError
+from ep_backend.deployment.schema import Deployment, ModeName, RoleName
+from ep_backend.deployment.state import InstanceState, RunState
+
+POLL_S = 0.05
+PROMPT = "a change of mode needs steps"
+STEPS = 4  # tokens asked of an idle instance: the first step agrees, the second one runs the new mode
+
+Restart = Callable[[RoleName, Deployment], Awaitable[None]]
+
+
+class Busy(Exception):
+    """Another change is under way."""
+
+
+class NotAllowed(Exception):
+    """A value that this deployment cannot take."""
+
+    def __init__(self, what: str, allowed: list[str]) -> None:
+        super().__init__(what)
+        self.allowed = allowed
+
+
+class NeedsRestart(Exception):
+    """Changes that no flip can make, without leave to restart."""
+
+    def __init__(self, blocked: list[Change]) -> None:
+        super().__init__("; ".join(map(str, blocked)))
+        self.blocked = blocked
+
+
+class Controller:
+    """One running deployment. At most one change at a time; reading is always possible."""
+
+    def __init__(self, loaded: Loaded, state: Callable[[], RunState], restart: Restart) -> None:
+        self._file = loaded.file
+        self.running = loaded.deployment
+        self._state = state
+        self._restart = restart
+        self._change = asyncio.Lock()
+        self._pending: dict[RoleName, Pending] = {}
+        self.outcomes: Counter[tuple[RoleName, str]] = Counter()
+
+    async def status(self) -> DeploymentStatus:
+        state = self._state()
+        drift, fault = self._file_drift()
+        roles = await asyncio.gather(*(self._role_status(role) for role, _ in self.running.roles.items()))
+        return DeploymentStatus(
+            name=state.name,
+            phase=state.phase,
+            url=state.url,
+            file=str(self._file),
+            drift=drift,
+            file_error=fault,
+            roles=list(roles),
+            instances=state.instances,
+        )
+
+    async def flip(self, role: str, mode: str, dry_run: bool = False) -> FlipResult:
+        """Change a role's mode on every rank at the same step, or on none.
+
+        Raises NotAllowed, Busy, and RankFailed with the ranks that could not; after RankFailed the old mode goes on.
+        """
+        name = next((known for known in self._role_names() if known == role), None)
+        if name is None:
+            raise NotAllowed(f"{self.running.name} has no role {role!r}", list(self._role_names()))
+        allowed = reachable(self.running, name)
+        wish = next((known for known in get_args(ModeName) if known == mode and known in allowed), None)
+        if wish is None:
+            raise NotAllowed(f"mode {mode!r} cannot be reached by {role} without a restart", allowed)
+        async with self._only_change():
+            return await self._flip(name, wish, dry_run)
+
+    async def apply(self, text: str, dry_run: bool, restart: bool) -> Applied:
+        """Make the deployment what the file's text says. Raises DeploymentError, NeedsRestart, Busy, RankFailed.
+
+        Every rank is asked before anything changes. A flip that fails ends it; what was changed before stays.
+        """
+        wanted = load(self._file, text).deployment
+        if wanted.name != self.running.name:
+            raise DeploymentError([f"name: is {wanted.name}, but this is {self.running.name}; a file keeps its name"])
+        async with self._only_change():
+            found = changes(self.running, wanted)
+            result = Applied(changes=found, dry_run=dry_run)
+            flips = {role: wish.ep.mode for role, wish in wanted.roles.items() if _only_flips(found, role)}
+            planned = [await self._flip(role, mode, dry_run=True) for role, mode in flips.items()]
+            if dry_run:
+                return result.model_copy(update={"flips": planned})
+            blocked = [c for c in found if c.action == "redeploy" or (c.action == "restart" and not restart)]
+            if blocked:
+                raise NeedsRestart(blocked)
+            restarts = {c.role for c in found if c.action == "restart"}
+            for role, mode in flips.items():
+                result.flips.append(await self._flip(role, mode, dry_run=False))
+            for role in self._role_names():
+                if role in restarts:
+                    await self._restart(role, wanted)
+                    self.running = _with_role(self.running, wanted, role)
+                    result.restarted.append(role)
+            self.running = wanted
+        return result
+
+    async def _flip(self, role: RoleName, mode: ModeName, dry_run: bool) -> FlipResult:
+        ranks = self._ranks(role)
+        statuses = await ranks.healthy()
+        before = self._desired(role)
+        result = FlipResult(role=role, before=before, mode=mode, outcome="unchanged", ranks=len(statuses))
+        if mode == before and all(status.mode_desired == mode for status in statuses):
+            return result
+        if dry_run:
+            return result.model_copy(update={"outcome": "would apply"})
+        used = {token for s in statuses for token in (s.flip.token, s.flip.agreed_token)}
+        token = random.choice([token for token in range(1, 256) if token not in used])
+        started = time.monotonic()
+        try:
+            self._pending[role] = Pending(mode=mode, token=token, seconds=0.0)
+            agreed = await self._agree(ranks, token, mode)
+        except RankFailed:
+            self.outcomes[role, "failed"] += 1
+            raise
+        finally:
+            del self._pending[role]
+        self.outcomes[role, "applied"] += 1
+        self.running = with_mode(self.running, role, mode)
+        epoch = agreed[0].flip.agreed_epoch
+        return result.model_copy(
+            update={"outcome": "applied", "epoch": epoch, "seconds": round(time.monotonic() - started, 3)}
+        )
+
+    async def _agree(self, ranks: Ranks, token: int, mode: ModeName) -> list[RankStatus]:
+        """Prepare on all, let steps happen, wait for all. RankFailed after withdrawing."""
+        try:
+            await ranks.prepare(token, mode)
+            nudge = asyncio.create_task(self._nudge(ranks.role))
+            try:
+                return await self._agreed(ranks, token, mode)
+            finally:
+                nudge.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await nudge
+        except RankFailed as failure:
+            with contextlib.suppress(RankFailed):  # a rank that does not answer cannot agree either
+                await ranks.abandon(token)
+            late = await ranks.statuses()
+            if all(_runs(status, token, mode) for status in late):
+                return late
+            raise failure
+
+    async def _agreed(self, ranks: Ranks, token: int, mode: ModeName) -> list[RankStatus]:
+        limit = self.running.control.flip_timeout_s
+        deadline = time.monotonic() + limit
+        while True:
+            statuses = await ranks.statuses()
+            waiting = [status for status in statuses if not _runs(status, token, mode)]
+            if not waiting:
+                return statuses
+            if time.monotonic() > deadline:
+                raise RankFailed(
+                    [
+                        f"{ranks.role} rank {rank} ({status.agent}) {_hindrance(status, mode)} after {limit:g} s"
+                        for rank, status in enumerate(statuses)
+                        if not _runs(status, token, mode)
+                    ],
+                    refused=False,
+                )
+            await asyncio.sleep(POLL_S)
+
+    async def _nudge(self, role: RoleName) -> None:
+        """An idle instance makes no steps, so ask it for a few tokens; whether it answers is seen by its ranks."""
+        timeout = self.running.control.flip_timeout_s
+        body = {"model": self.running.model.served_name, "prompt": PROMPT, "max_tokens": STEPS, "temperature": 0}
+        async with httpx.AsyncClient(timeout=timeout, trust_env=False) as client:
+            for instance in self._instances(role):
+                with contextlib.suppress(httpx.HTTPError):
+                    await client.post(f"{instance.url}/v1/completions", json={**body, "ignore_eos": True})
+
+    async def _role_status(self, role: RoleName) -> RoleStatus:
+        statuses = await self._ranks(role).statuses()
+        desired = self._desired(role)
+        executed = {status.mode_executed for status in statuses}
+        return RoleStatus(
+            role=role,
+            engine=dict(self.running.roles.items())[role].engine,
+            mode_desired=desired,
+            mode_executed=executed.pop() if len(executed) == 1 else None,
+            allowed=reachable(self.running, role),
+            pending=self._pending.get(role),
+            drift=[f"rank {rank}: {drift}" for rank, s in enumerate(statuses) if (drift := _drift(s, desired))],
+            ranks=statuses,
+        )
+
+    def _file_drift(self) -> tuple[list[Change], str | None]:
+        try:
+            return changes(self.running, load(self._file).deployment), None
+        except DeploymentError as error:
+            return [], str(error)
+
+    @asynccontextmanager
+    async def _only_change(self) -> AsyncIterator[None]:
+        if self._change.locked():
+            raise Busy(f"another change of {self.running.name} is under way; wait for it, or look at its status")
+        async with self._change:
+            yield
+
+    def _desired(self, role: RoleName) -> ModeName:
+        return mode_of(self.running, role)
+
+    def _role_names(self) -> list[RoleName]:
+        return [role for role, _ in self.running.roles.items()]
+
+    def _instances(self, role: RoleName) -> list[InstanceState]:
+        return [instance for instance in self._state().of(role) if instance.url]
+
+    def _ranks(self, role: RoleName) -> Ranks:
+        agents = [agent for instance in self._state().of(role) for agent in instance.agents]
+        return Ranks(role, agents, self.running.control.key)
+
+
+def _runs(status: RankStatus, token: int, mode: ModeName) -> bool:
+    """The rank agreed, and a dispatch after that ran the mode."""
+    executed = mode in (status.mode_executed, "auto")
+    return status.error is None and status.flip.agreed_token == token and executed
+
+
+def _hindrance(status: RankStatus, mode: ModeName) -> str:
+    if status.error is not None:
+        return f"did not answer ({status.error})"
+    if status.mode_desired == mode:
+        return f"agreed, but executed {status.mode_executed}, not {mode},"
+    return f"made no dispatch that all ranks proposed {mode} in, its last epoch is {status.epoch}"
+
+
+def _drift(status: RankStatus, desired: ModeName) -> str | None:
+    if status.error is not None:
+        return f"does not answer ({status.error})"
+    if status.mode_desired != desired:
+        return f"is set to {status.mode_desired}, not {desired}"
+    if desired != "auto" and status.mode_executed not in (None, desired):
+        return f"executed {status.mode_executed}, not {desired}"
+    return None
+
+
+def _only_flips(found: list[Change], role: RoleName) -> bool:
+    actions = {change.action for change in found if change.role == role}
+    return actions == {"flip"}
+
+
+def _with_role(running: Deployment, wanted: Deployment, role: RoleName) -> Deployment:
+    roles = running.roles.model_copy(update={role: dict(wanted.roles.items())[role]})
+    return running.model_copy(update={"roles": roles})

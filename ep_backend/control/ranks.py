@@ -1,0 +1,105 @@
+"""Talks to the agents of a role: always to every rank, and what one rank cannot do fails for all."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from ep_backend.deployment.agents import TIMEOUT_S, RankStatus
+from ep_backend.deployment.schema import RoleName
+
+
+class RankFailed(Exception):
+    """A rank did not do what all must do. ``refused``: it answered, and said no."""
+
+    def __init__(self, lines: Sequence[str], refused: bool) -> None:
+        super().__init__("; ".join(lines))
+        self.refused = refused
+
+
+class Ranks:
+    """The agents of one role, in rank order."""
+
+    def __init__(self, role: RoleName, agents: Sequence[str], key: str | None, timeout_s: float = TIMEOUT_S) -> None:
+        self.role = role
+        self.agents = agents
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._timeout_s = timeout_s
+
+    async def statuses(self) -> list[RankStatus]:
+        """One answer a rank; of a rank without one, the reason."""
+        async with self._client() as client:
+            return list(await asyncio.gather(*(self._status(client, agent) for agent in self.agents)))
+
+    async def healthy(self) -> list[RankStatus]:
+        """The ranks' answers; RankFailed if there are none, or one is missing, failed, or of another instance."""
+        statuses = await self.statuses()
+        faults = [f"{self._name(rank)} {fault}" for rank, status in enumerate(statuses) if (fault := _fault(status, rank))]
+        if not statuses:
+            faults = [f"{self.role} has no agents"]
+        elif not faults and statuses[0].world_size != len(statuses):
+            faults = [f"{self.role} has {statuses[0].world_size} ranks, but {len(statuses)} agents are known"]
+        if faults:
+            raise RankFailed(faults, refused=False)
+        return statuses
+
+    async def prepare(self, token: int, mode: str) -> None:
+        """Propose on every rank. RankFailed if one does not; then the others may have proposed."""
+        await self._post("/flip/prepare", {"token": token, "mode": mode})
+
+    async def abandon(self, token: int) -> None:
+        """Withdraw on every rank; RankFailed names those that did not answer."""
+        await self._post("/flip/abandon", {"token": token})
+
+    async def _post(self, route: str, body: dict[str, Any]) -> None:
+        async with self._client() as client:
+            answers = await asyncio.gather(
+                *(client.post(f"{agent}{route}", json=body) for agent in self.agents), return_exceptions=True
+            )
+        faults, refused = [], False
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, httpx.HTTPError):
+                faults.append(f"{self._name(rank)} does not answer ({_reason(answer)})")
+            elif isinstance(answer, BaseException):
+                raise answer
+            elif answer.status_code != 200:
+                refused = refused or answer.status_code in (409, 422)
+                faults.append(f"{self._name(rank)} refuses: {_detail(answer)}")
+        if faults:
+            raise RankFailed(faults, refused)
+
+    async def _status(self, client: httpx.AsyncClient, agent: str) -> RankStatus:
+        try:
+            response = await client.get(f"{agent}/status")
+            response.raise_for_status()
+            return RankStatus.model_validate({**response.json(), "agent": agent})
+        except (httpx.HTTPError, ValueError) as error:
+            return RankStatus(agent=agent, role=self.role, error=_reason(error))
+
+    def _client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(headers=self._headers, timeout=self._timeout_s, trust_env=False)
+
+    def _name(self, rank: int) -> str:
+        return f"{self.role} rank {rank} ({self.agents[rank]})"
+
+
+def _fault(status: RankStatus, rank: int) -> str | None:
+    if status.error is not None:
+        return f"does not answer ({status.error})"
+    if status.rank != rank:
+        return f"answers as rank {status.rank}"
+    if status.failed is not None:
+        return f"has a failed buffer: {status.failed}"
+    return None
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _detail(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {response.status_code}"

@@ -1,0 +1,129 @@
+"""The control service's HTTP face."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Request
+from fastapi.middleware.trustedhost import TrustedHostMiddleware
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
+
+from ep_backend.control.audit import Audit
+from ep_backend.control.controller import Busy, Controller, NeedsRestart, NotAllowed
+from ep_backend.control.metrics import Control, Ranks, exposition
+from ep_backend.control.models import Applied, AuditEntry, DeploymentStatus, FlipResult
+from ep_backend.control.ranks import RankFailed
+from ep_backend.deployment.client import chat
+from ep_backend.deployment.problems import DeploymentError
+from ep_backend.deployment.state import RunState
+from ep_backend.serving import is_loopback, needs_key
+
+PAGE = Path(__file__).with_name("page.html")
+# The page is one file and asks this service only.
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'"
+)
+FILE_BYTES = 1_000_000
+DryRun = Annotated[bool, Query(description="say what would happen, after asking every rank; change nothing")]
+
+
+def make_app(controller: Controller, state: Callable[[], RunState], audit: Audit, host: str, key: str | None) -> FastAPI:
+    app = FastAPI(title="ep_backend control service", version="1")
+    if is_loopback(host):
+        # A page from elsewhere must not reach this service under a name of its own.
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=["localhost", "127.0.0.1", "[::1]", host])
+    _explain_errors(app)
+
+    @app.get("/", include_in_schema=False)
+    def page() -> FileResponse:
+        return FileResponse(PAGE, media_type="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
+
+    api = APIRouter(dependencies=[Depends(needs_key(key))])
+
+    @asynccontextmanager
+    async def noted(request: Request, action: str, what: str) -> AsyncIterator[None]:
+        """Leaves a line about a change in the audit log, however it ends."""
+        client = request.client.host if request.client else "?"
+        try:
+            yield
+        except Exception as error:
+            audit.note(client, action, what, f"{type(error).__name__}: {error}")
+            raise
+        audit.note(client, action, what, "done")
+
+    @api.get("/v1/status")
+    async def status() -> DeploymentStatus:
+        """Every role and rank: mode desired and executed, epoch, counters, pending change; and what drifted."""
+        return await controller.status()
+
+    @api.post("/v1/roles/{role}/mode")
+    async def set_mode(
+        request: Request, role: str, mode: Annotated[str, Body(embed=True)], dry_run: DryRun = False
+    ) -> FlipResult:
+        """Flip a role inside its family, on every rank at the same step or on none."""
+        async with noted(request, "dry run of a flip" if dry_run else "flip", f"{role} to {mode}"):
+            return await controller.flip(role, mode, dry_run)
+
+    @api.post("/v1/deployment", openapi_extra={"requestBody": {"required": True, "content": {"application/yaml": {}}}})
+    async def apply(
+        request: Request,
+        dry_run: DryRun = False,
+        restart: Annotated[bool, Query(description="restart roles where a change needs it")] = False,
+    ) -> Applied:
+        """Make the deployment what a whole file says."""
+        text = await _yaml(request)
+        async with noted(request, "dry run of a file" if dry_run else "file", f"{len(text)} characters"):
+            return await controller.apply(text, dry_run, restart)
+
+    @api.post("/v1/ask")
+    def ask(prompt: Annotated[str, Body()], max_tokens: Annotated[int, Body(ge=1)] = 32) -> dict[str, str]:
+        """Send one prompt through the deployment, as a client would."""
+        return {"answer": chat(state(), prompt, max_tokens)}
+
+    @api.get("/v1/audit")
+    def entries() -> list[AuditEntry]:
+        """The latest changes asked for, oldest first."""
+        return audit.entries()
+
+    @api.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> str:
+        """Every rank's counters, and this service's own, for Prometheus."""
+        now = await controller.status()
+        ranks = [rank.model_dump() for role in now.roles for rank in role.ranks if rank.error is None]
+        drift = {"file": len(now.drift), "rank": sum(len(role.drift) for role in now.roles)}
+        return exposition(Ranks(ranks), Control(controller.outcomes, drift))
+
+    app.include_router(api)
+    return app
+
+
+async def _yaml(request: Request) -> str:
+    kind = request.headers.get("content-type", "").partition(";")[0]
+    if kind not in ("application/yaml", "application/x-yaml", "text/yaml"):
+        raise HTTPException(415, f"content type {kind!r} is no file; send application/yaml")
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > FILE_BYTES:
+            raise HTTPException(413, f"more than {FILE_BYTES} bytes; a deployment file is smaller")
+    try:
+        return body.decode()
+    except UnicodeDecodeError as error:
+        raise HTTPException(422, f"the file is not UTF-8: {error}") from None
+
+
+def _explain_errors(app: FastAPI) -> None:
+    def answers(kind: type[Exception], reply: Callable[[Any], tuple[int, dict[str, Any]]]) -> None:
+        @app.exception_handler(kind)
+        def handle(_: Request, error: Exception) -> JSONResponse:
+            code, more = reply(error)
+            return JSONResponse({"detail": str(error), **more}, code)
+
+    answers(Busy, lambda _: (409, {}))
+    answers(NotAllowed, lambda error: (422, {"allowed": error.allowed}))
+    answers(NeedsRestart, lambda error: (409, {"blocked": [change.model_dump() for change in error.blocked]}))
+    answers(RankFailed, lambda error: (409 if error.refused else 504, {}))
+    answers(httpx.HTTPError, lambda _: (502, {}))
+    answers(DeploymentError, lambda error: (422, {"lines": error.lines}))

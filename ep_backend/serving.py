@@ -1,0 +1,77 @@
+"""HTTP servers that run in a thread of a process with other work: bound at once, ended with the process."""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def needs_key(key: str | None) -> Callable[..., None]:
+    """A FastAPI dependency: 401 without ``Authorization: Bearer KEY``, or with another key."""
+    from fastapi import Header, HTTPException
+
+    def allow(authorization: str = Header(default="")) -> None:
+        if key and not hmac.compare_digest(authorization.encode(), f"Bearer {key}".encode()):
+            raise HTTPException(401, "a key is needed here: send Authorization: Bearer KEY")
+
+    return allow
+
+
+class Background:
+    """Serves an app until :meth:`stop`. Port 0 takes a free one. A host that others can reach needs a key.
+
+    ``setting`` starts the names of the settings that errors mention: "agent_" for agent_host, agent_port, agent_key.
+    """
+
+    def __init__(self, app: FastAPI, *, name: str, setting: str, host: str, port: int, key: str | None) -> None:
+        import uvicorn
+
+        if not key and not is_loopback(host):
+            raise ValueError(f"{setting}host={host} can be reached from other machines; set {setting}key, or use 127.0.0.1")
+        self._socket = _listen(name, setting, host, port)
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return int(self._socket.getsockname()[1])
+
+    def stop(self) -> None:
+        """Stop serving and free the port; waits at most 5 seconds."""
+        self._server.should_exit = True
+        self._thread.join(timeout=5)
+        self._socket.close()
+
+    def _run(self) -> None:
+        self._server.run(sockets=[self._socket])
+
+
+def _listen(name: str, setting: str, host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"{name} port {port} on {host} is taken; choose another {setting}port") from None
+        raise ValueError(f"the {name} cannot listen on {host}:{port}: {error.strerror}; change {setting}host") from None
+    return listener

@@ -1,0 +1,98 @@
+"""A deployment whose roles are engines without a model, and a control service for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ep_backend.control.audit import Audit
+from ep_backend.control.controller import Controller
+from ep_backend.control.service import make_app
+from ep_backend.deployment.load import load
+from ep_backend.deployment.schema import Deployment, RoleName
+from ep_backend.deployment.state import InstanceState, RunState
+from ep_backend.serving import Background
+from tests.control.instance import Instance
+
+KEY = "correct horse"
+FILE = """\
+name: test
+topology: {device: cpu}
+model: {path: model}
+roles:
+  prefill:
+    data_parallel: 2
+    ep: {mode: direct, max_tokens: 2048}
+  decode:
+    data_parallel: 2
+    ep: {mode: low_latency, max_tokens: 2048}
+control: {key: correct horse, flip_timeout_s: 3}
+"""
+
+
+@dataclass
+class Service:
+    """A control service and the file that it started from."""
+
+    client: httpx.Client
+    file: Path
+    audit: Path
+    restarted: list[tuple[RoleName, Deployment]]
+
+    def status(self) -> Any:
+        return self.client.get("/v1/status").raise_for_status().json()
+
+    def role(self, name: str) -> Any:
+        return next(role for role in self.status()["roles"] if role["role"] == name)
+
+    def flip(self, role: str, mode: str, **query: str) -> httpx.Response:
+        return self.client.post(f"/v1/roles/{role}/mode", json={"mode": mode}, params=query)
+
+    def apply(self, text: str, **query: str) -> httpx.Response:
+        headers = {"Content-Type": "application/yaml"}
+        return self.client.post("/v1/deployment", content=text, headers=headers, params=query)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
+    """``service(prefill=instance, decode=instance)``; a role without one has agents that nobody answers for."""
+    with ExitStack() as stack:
+        yield lambda **roles: stack.enter_context(_running(tmp_path, roles))
+
+
+@contextmanager
+def _running(folder: Path, roles: dict[str, Instance]) -> Iterator[Service]:
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps({"n_routed_experts": 16}))
+    file = folder / "deployment.yaml"
+    file.write_text(FILE)
+    loaded = load(file)
+    instances = []
+    for name, _ in loaded.deployment.roles.items():
+        found = roles.get(name, Instance(["http://127.0.0.1:9/"], "http://127.0.0.1:9"))
+        instances.append(InstanceState(name=name, role=name, log=folder / "log", agents=found.agents, url=found.url))
+    state = RunState(
+        **{"name": "test", "pid": 1, "start_ticks": 1, "phase": "ready", "started_at": 0.0},
+        **{"url": "http://127.0.0.1:9", "served_name": "model", "instances": instances},
+    )
+    restarted: list[tuple[RoleName, Deployment]] = []
+
+    async def restart(role: RoleName, deployment: Deployment) -> None:
+        restarted.append((role, deployment))
+
+    audit = folder / "audit.jsonl"
+    app = make_app(Controller(loaded, lambda: state, restart), lambda: state, Audit(audit), "127.0.0.1", KEY)
+    server = Background(app, name="control service", setting="control.", host="127.0.0.1", port=0, key=KEY)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", headers=headers, timeout=60) as client:
+        try:
+            yield Service(client, file, audit, restarted)
+        finally:
+            server.stop()
