@@ -49,6 +49,10 @@ class EpTimeout(EpError):
             "(a larger timeout_s helps only if the peer was merely slow)"
         )
         self.record = record
+        self.seconds = seconds
+
+    def __reduce__(self) -> tuple[type[EpTimeout], tuple[WaitRecord, float]]:
+        return type(self), (self.record, self.seconds)  # engines pickle a worker's exceptions
 
 
 class EpFailed(EpError):

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -49,7 +48,7 @@ class Meeting:
     def rendezvous(self, key: str, seconds: float) -> list[int]:
         """Wait at most that long until every rank is here; the ranks that are not. Never raises."""
         try:
-            self.post(f"{key}/{self.rank}", True)
+            self.post(f"{key}/{self.rank}", True, seconds)
             return self._missing(key, seconds)
         except Exception:  # the store itself may be gone with its rank
             return [r for r in range(self.size) if r != self.rank]
@@ -72,14 +71,15 @@ class Meeting:
         if differences:
             raise EpConfigMismatch("ranks of one buffer must give equal arguments, but differ in " + " and ".join(differences))
 
-    def post(self, key: str, value: object) -> None:
-        self._call(lambda: self._store.set(key, pickle.dumps(value)))  # type: ignore[arg-type]
+    def post(self, key: str, value: object, seconds: float | None = None) -> None:
+        self._call(lambda: self._store.set(key, pickle.dumps(value)), seconds)  # type: ignore[arg-type]
 
-    def read(self, key: str, default: T, seconds: float = 1.0) -> T:
-        """What a rank posted there, or the default if it is not there in time."""
+    def peek(self, key: str, default: T, seconds: float = 0.5) -> T:
+        """What a rank has posted there, or the default; also if the store does not answer in time."""
         try:
-            self._call(lambda: self._store.wait([key], timedelta(seconds=seconds)), seconds + 1)
-            value: T = pickle.loads(self._call(lambda: self._store.get(key)))
+            if not self._call(lambda: self._store.check([key]), seconds):
+                return default
+            value: T = pickle.loads(self._call(lambda: self._store.get(key), seconds))
             return value
         except Exception:
             return default
@@ -88,7 +88,7 @@ class Meeting:
         deadline = time.monotonic() + seconds
         left = list(range(self.size))
         while True:
-            left = [r for r in left if not self._call(lambda r=r: self._store.check([f"{key}/{r}"]))]  # type: ignore[misc]
+            left = [r for r in left if not self._call(lambda r=r: self._store.check([f"{key}/{r}"]), seconds)]  # type: ignore[misc]
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(0.002)
@@ -105,9 +105,10 @@ class Meeting:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        thread.join(self.timeout_s if seconds is None else seconds)
+        limit = self.timeout_s if seconds is None else seconds
+        thread.join(limit)
         if not result:
-            raise EpError(f"rank {self.rank}: the process group's store did not answer in {self.timeout_s:g} s")
+            raise EpError(f"rank {self.rank}: the process group's store did not answer in {limit:g} s")
         value, error = result[0]
         if error is not None:
             raise EpError(f"rank {self.rank}: the process group's store failed: {error}") from error

@@ -136,7 +136,6 @@ def _join(conn: Connection, rank: int, size: int, fabric: str) -> World:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     device = torch.device("cpu")
     if fabric == "nvshmem":
         device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -176,9 +175,14 @@ class Pool:
         return [o.value for o in outcomes]
 
     def outcomes(
-        self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_S, **kw: Any
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float = TIMEOUT_S,
+        without: tuple[int, ...] = (),
+        **kw: Any,
     ) -> list[Outcome]:
-        """Like run, for calls that are meant to end badly."""
+        """Like run, for calls that are meant to end badly. Ranks in ``without`` are not waited for."""
         assert isinstance(fn, FunctionType) and "<" not in fn.__qualname__, (
             "give a module's function"
         )
@@ -188,7 +192,8 @@ class Pool:
             conn.send_bytes(job)
         found: dict[int, Outcome] = {}
         end = time.monotonic() + timeout
-        while len(found) < self.size and (left := end - time.monotonic()) > 0:
+        awaited = set(range(self.size)) - set(without)
+        while awaited - found.keys() and (left := end - time.monotonic()) > 0:
             open_ranks = {self._conns[r]: r for r in range(self.size) if r not in found}
             for conn in wait(list(open_ranks), left):
                 rank = open_ranks[conn]  # type: ignore[index]
@@ -215,6 +220,9 @@ class Pool:
     def _start(self) -> None:
         if self.workers:
             return
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # A killed rank 0 takes the store with it; c10d's pages of backtraces about that hide the error.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
         for rank in range(self.size):

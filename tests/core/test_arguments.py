@@ -149,7 +149,10 @@ def refused(world: World, names: list[str]) -> dict[str, tuple[Outcome, bool]]:
         arguments = {**base(world), **changes}
         outcome = attempt(lambda a=arguments: buffer.dispatch(**a))  # type: ignore[misc]
         after = attempt(lambda: Round(world, buffer, oracle.make_case(0, [4, 2]), "direct").run())
-        found[name] = (Outcome(0, outcome.kind, None, outcome.error, outcome.message), after.kind == "ok")
+        found[name] = (
+            Outcome(0, outcome.kind, None, outcome.error, outcome.message),
+            after.kind == "ok",
+        )
     return found
 
 
@@ -273,9 +276,7 @@ def strided(world: World) -> None:
     rows, scales = oracle.quantise(x.cpu(), "fp8")
     given = rows.to(x.device), scales.t().contiguous().t().to(x.device)
     got = buffer.dispatch(given, ids, weights, mode="direct")
-    oracle.check_dispatch(
-        case, world.rank, got, layout="compact", payload="fp8", max_tokens=12
-    )
+    oracle.check_dispatch(case, world.rank, got, layout="compact", payload="fp8", max_tokens=12)
     y = oracle.run_experts(case, world.rank, got, layout="compact", payload="fp8")
     buffer.combine(y, got.handle)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 
 import torch
 
 from ep_backend import layout
 from ep_backend.config import BufferConfig
-from ep_backend.errors import EpDisagree, EpFailed, EpRefused, WaitRecord
+from ep_backend.errors import EpDisagree, EpError, EpFailed, EpRefused, WaitRecord
 from ep_backend.fabric.base import Call, Received
 from ep_backend.fabric.host import hybrid, rings, slots
 from ep_backend.fabric.host.core import Ints
@@ -154,7 +154,8 @@ class HostFabric:
 
     def abort(self, reason: str) -> None:
         self._failure = self._failure or reason
-        self._meeting.post(f"abort/{self.rank}", reason)
+        with suppress(EpError):  # the store may be gone with its rank; the words below still tell that we gave up
+            self._meeting.post(f"abort/{self.rank}", reason, seconds=0.5)
         for peer in range(self.shape.ranks):
             self._heap.store(peer, 8 * self.rank, 1)
 
@@ -162,7 +163,7 @@ class HostFabric:
         if self._failure is None:
             for peer in range(self.shape.ranks):
                 if self._heap.load(self.rank, 8 * peer):
-                    self._failure = self._meeting.read(f"abort/{peer}", f"rank {peer} gave up")
+                    self._failure = self._meeting.peek(f"abort/{peer}", f"rank {peer} gave up")
         return self._failure
 
     def transports(self) -> dict[str, list[int]]:
@@ -207,16 +208,23 @@ class HostFabric:
             return
         for peer in range(self.shape.ranks):
             epoch, signature = self.peek(call.lane, self.words.intent, peer)
-            # A peer in a later epoch cannot have completed this one without us, so it refused it.
+            # A peer in a later epoch cannot have completed this one without us, so somebody refused it.
             if epoch > call.epoch or (epoch == call.epoch and signature == REFUSED):
-                said = self._meeting.read(_refusal(call.lane, call.epoch, peer), "no reason given")
-                raise EpRefused(f"rank {peer} refused dispatch epoch {call.epoch} of lane {call.lane}: {said}")
+                raise EpRefused(self._refusal(call))
             signature &= (1 << PROPOSAL_SHIFT) - 1
             if epoch == call.epoch and signature != _signature(call):
                 raise EpDisagree(
                     f"in epoch {epoch} of lane {call.lane} rank {self.rank} called {_describe(_signature(call))} "
                     f"and rank {peer} called {_describe(signature)}; all ranks must choose the same"
                 )
+
+    def _refusal(self, call: Call) -> str:
+        epoch = f"dispatch epoch {call.epoch} of lane {call.lane}"
+        for peer in range(self.shape.ranks):
+            said = self._meeting.peek(_refusal(call.lane, call.epoch, peer), "")
+            if said:
+                return f"rank {peer} refused {epoch}: {said}"
+        return f"{epoch} was refused, and the process group's store does not say why"
 
 
 def _refusal(lane: int, epoch: int, rank: int) -> str:

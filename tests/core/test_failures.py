@@ -1,0 +1,255 @@
+"""Stopped, killed and disagreeing peers: an error with names, in time, on everyone, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.core import oracle
+from tests.core.pool import Outcome, World, attempt
+from tests.core.rounds import Round
+
+MODES = ("normal", "direct", "low_latency", "hybrid")
+SIZES = [(2, 2), (4, 2)]
+WAIT_S = 2.0
+SLACK_S = 8.0  # other processes may keep this machine busy; far below a hang
+
+
+def timed(fn: Any) -> tuple[Outcome, float]:
+    started = time.monotonic()
+    outcome = attempt(fn)
+    outcome.value = None
+    return outcome, time.monotonic() - started
+
+
+def lose_patience(buffer: Any) -> None:
+    """From here on waits are short: before, a busy machine may need longer than a test wants to wait for a dead peer."""
+    object.__setattr__(buffer.config, "timeout_s", WAIT_S)
+
+
+def until_stopped(
+    world: World, mode: str, gpus: int, victim: int, when: str
+) -> tuple[Outcome, float, str | None, float]:
+    """A few rounds in lane 1, then the victim stops before its ``when``."""
+    buffer = world.make(gpus_per_node=gpus)
+    for n in range(3):
+        Round(world, buffer, oracle.make_case(n, [4] * world.size), mode, lane=1).run()
+    last = Round(world, buffer, oracle.make_case(9, [4] * world.size), mode, lane=1)
+    if when == "combine":
+        last.dispatch()
+        last.receive()
+    lose_patience(buffer)
+    if world.rank == victim:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def go_on() -> None:
+        if when == "dispatch":
+            last.dispatch()
+            last.receive()
+        last.combine()
+        last.collect()
+
+    outcome, took = timed(go_on)
+    reason = buffer.failure()
+    _, destroying = timed(buffer.destroy)
+    return outcome, took, reason, destroying
+
+
+STOPPED = [(2, 2, mode, "dispatch", 0) for mode in MODES]  # rank 0 also serves the group's store
+STOPPED += [(4, 2, mode, when, 1) for mode in MODES for when in ("dispatch", "combine")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size,gpus,mode,when,victim", STOPPED)
+def test_a_stopped_peer_ends_the_wait_of_the_others(
+    ranks: Any, size: int, gpus: int, mode: str, when: str, victim: int
+) -> None:
+    found = ranks(size).outcomes(until_stopped, mode, gpus, victim, when, without=(victim,))
+    assert found[victim].kind == "hung", "the victim was stopped, so it says nothing"
+    others = [o for o in found if o.rank != victim]
+    timeouts = 0
+    for o in others:
+        assert o.kind == "ok", str(o)
+        outcome, took, reason, _ = o.value
+        assert outcome.error in ("EpTimeout", "EpFailed"), outcome
+        assert took < WAIT_S + SLACK_S, f"rank {o.rank} waited {took:.1f} s"
+        assert reason, "a failed buffer says why"
+        if outcome.error == "EpFailed":  # another rank's wait ended first
+            assert "waited" in outcome.message
+            continue
+        timeouts += 1
+        record = outcome.record
+        assert record["op"] == when and record["mode"] == mode and record["lane"] == 1
+        assert record["epoch"] == 4 and record["rank"] == o.rank
+        assert record["expected"] != record["seen"]
+        if size == 2:  # with relays a peer may be slow for want of another
+            assert record["peer"] == victim
+        for field, value in record.items():
+            assert (f"{field}={value}" in outcome.message) or field == "op"
+        assert f"{WAIT_S:g} s" in outcome.message and when in outcome.message
+    assert timeouts, "nobody noticed on its own"
+
+
+def mapped_files() -> list[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({m.group(1) for x in lines if (m := re.search(r"(/(?:memfd:|dev/shm/).*)$", x))})
+
+
+def until_killed(world: World, mode: str, victim: int) -> tuple[Outcome, float, float, list[str]]:
+    before = set(mapped_files())
+    buffer = world.make()
+    mine = [name for name in mapped_files() if name not in before]
+    Round(world, buffer, oracle.make_case(1, [4] * world.size), mode).run()
+    lose_patience(buffer)
+    if world.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    outcome, took = timed(
+        lambda: Round(world, buffer, oracle.make_case(2, [4] * world.size), mode).run()
+    )
+    _, destroying = timed(buffer.destroy)
+    return outcome, took, destroying, mine
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_killed_peer_leaves_nobody_hanging(ranks: Any, mode: str, victim: int) -> None:
+    found = ranks(3).outcomes(until_killed, mode, victim)
+    assert found[victim].kind == "dead" and "-9" in found[victim].message
+    for o in (o for o in found if o.rank != victim):
+        assert o.kind == "ok", str(o)
+        outcome, took, destroying, files = o.value
+        assert outcome.error in ("EpTimeout", "EpFailed"), outcome
+        assert took < WAIT_S + SLACK_S and destroying < WAIT_S + SLACK_S
+        assert files, "the heap is a mapped file"
+        for name in files:
+            assert name.startswith("/memfd:") or not Path(name.split(" ")[0]).exists(), name
+
+
+def gone_before(world: World) -> Outcome:
+    if world.rank == 1:
+        os._exit(0)
+    outcome, took = timed(lambda: world.make(timeout_s=WAIT_S))
+    assert took < WAIT_S + SLACK_S, took
+    return outcome
+
+
+def test_a_rank_that_leaves_before_the_rendezvous(ranks: Any) -> None:
+    found = ranks(3).outcomes(gone_before)
+    assert found[1].kind == "dead"
+    for o in (found[0], found[2]):
+        assert o.kind == "ok", str(o)
+        assert o.value.error == "EpError" and "rank 1" in o.value.message, o.value
+
+
+def aborting(world: World, mode: str) -> list[tuple[Outcome, float]]:
+    """Rank 1 fails between dispatch and combine; everyone else waits in combine."""
+    buffer = world.make()
+    r = Round(world, buffer, oracle.make_case(1, [4] * world.size), mode)
+    r.dispatch()
+    r.receive()
+    if world.rank == 1:
+        time.sleep(0.2)
+        buffer.abort("expert 3 is out of memory")
+
+    def answer() -> None:
+        r.combine()
+        r.collect()
+
+    found = [timed(answer), timed(r.dispatch)]
+    found.append(timed(lambda: Round(world, buffer, r.case, mode, lane=1).dispatch()))
+    assert buffer.failure() == buffer.stats()["failed"]
+    buffer.destroy()
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_abort_fails_the_buffer_on_all_ranks(ranks: Any, mode: str) -> None:
+    for calls in ranks(3).run(aborting, mode):
+        for outcome, took in calls:
+            assert outcome.error == "EpFailed", outcome
+            assert "rank 1: expert 3 is out of memory" in outcome.message
+            assert took < SLACK_S
+        assert "rebuilt" in calls[-1][0].message
+
+
+def throwing_hook(world: World) -> Outcome:
+    """An exception between dispatch and combine, then destroy: the others learn of it."""
+    buffer = world.make()
+    r = Round(world, buffer, oracle.make_case(1, [4, 4]), "direct")
+    r.dispatch()
+    r.receive()
+    lose_patience(buffer)
+    if world.rank == 1:
+        buffer.destroy()
+        return attempt(lambda: buffer.dispatch(r.x, mode="direct"))
+
+    def answer() -> None:
+        r.combine()
+        r.collect()
+
+    outcome, took = timed(answer)
+    buffer.destroy()
+    assert took < WAIT_S + SLACK_S
+    return outcome
+
+
+def test_a_rank_that_leaves_between_dispatch_and_combine(ranks: Any) -> None:
+    first, second = ranks(2).run(throwing_hook)
+    assert first.error in ("EpTimeout", "EpFailed") and "rank 1" in first.message, first
+    assert second.error == "EpFailed" and "destroyed" in second.message
+
+
+# rank 0's call, the others' call
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "prefill or decode": ({"mode": "normal"}, {"mode": "low_latency"}),
+    "one family": ({"mode": "direct"}, {"mode": "normal"}),
+    "hybrid": ({"mode": "hybrid"}, {"mode": "direct", "layout": "masked"}),
+    "same slots": (
+        {"mode": "direct", "layout": "masked"},
+        {"mode": "low_latency", "layout": "masked"},
+    ),
+    "layout": ({"mode": "direct"}, {"mode": "direct", "layout": "masked"}),
+    "payload": ({"mode": "direct"}, {"mode": "direct", "payload": "fp8"}),
+    "scale format": (
+        {"mode": "low_latency", "payload": "fp8"},
+        {"mode": "low_latency", "payload": "fp8_ue8m0"},
+    ),
+    "payload of normal": ({"mode": "normal", "payload": "fp32"}, {"mode": "normal"}),
+}
+
+
+def disagreeing(world: World, name: str, gpus: int, late: int) -> tuple[Outcome, float]:
+    buffer = world.make(gpus_per_node=gpus)
+    case = oracle.make_case(1, [4] * world.size)
+    Round(world, buffer, case, "direct").run()
+    if world.rank == late:
+        time.sleep(0.3)
+    wanted = CALLS[name][0 if world.rank == 0 else 1]
+
+    def go() -> None:
+        Round(world, buffer, case, **wanted).run()
+
+    found = timed(go)
+    buffer.destroy()
+    return found
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("size,gpus", SIZES, ids=["1node", "2nodes"])
+@pytest.mark.parametrize("name", CALLS)
+def test_ranks_that_disagree_get_an_error_not_a_timeout(
+    ranks: Any, name: str, size: int, gpus: int, late: int
+) -> None:
+    for rank, (outcome, took) in enumerate(ranks(size).run(disagreeing, name, gpus, late)):
+        assert outcome.kind == "error", f"rank {rank} noticed nothing"
+        assert outcome.error in ("EpDisagree", "EpFailed"), outcome
+        assert took < SLACK_S, f"rank {rank} took {took:.1f} s of a timeout of 30"
+        assert "rank 0" in outcome.message, outcome.message
+        for wanted in CALLS[name]:
+            assert wanted["mode"] in outcome.message
