@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ep_backend.deployment.checks import check_port_free
+from ep_backend.deployment.checks import check_startable
 from ep_backend.deployment.load import load
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.processes import session_members, shared_memory_of, start_ticks, stop_sessions
@@ -30,10 +30,10 @@ def up(file: Path, console: Console) -> None:
     state = read_state(loaded.deployment.name)
     if state is not None and state.phase != "failed":
         raise DeploymentError([f"{state.name} runs already (process {state.pid}); `ep-backend down {file}` stops it"])
-    if problems := check_port_free(loaded.deployment):
+    if problems := check_startable(loaded.deployment):
         raise loaded.error(problems)
     with Progress(console) as progress:
-        Supervisor(loaded.deployment, progress.update).run()
+        Supervisor(loaded, progress.update).run()
 
 
 def up_detached(file: Path, console: Console) -> RunState:

@@ -10,8 +10,9 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from ep_backend.deployment.checks import batch_limit
+from ep_backend.deployment.batches import capacity
 from ep_backend.deployment.processes import free_ports
+from ep_backend.deployment.resolve import group_of
 from ep_backend.deployment.schema import Deployment, Role, RoleName, modes_of
 
 SETTINGS_VARIABLE = "EP_BACKEND_SETTINGS"
@@ -33,7 +34,7 @@ def engine_instances(deployment: Deployment, folder: Path) -> list[Instance]:
     """The engine launches of every role; writes their settings files into `folder`."""
     instances = []
     for name, role in deployment.roles.items():
-        instances += _role_instances(deployment, name, role, folder)
+        instances += role_instances(deployment, name, role, folder)
     return instances
 
 
@@ -53,7 +54,8 @@ def router_instance(deployment: Deployment, engines: list[Instance]) -> Instance
     return Instance("router", None, command, health=f"http://{router.host}:{router.port}/health")
 
 
-def _role_instances(deployment: Deployment, name: RoleName, role: Role, folder: Path) -> list[Instance]:
+def role_instances(deployment: Deployment, name: RoleName, role: Role, folder: Path) -> list[Instance]:
+    """The launches of one role, one a node; writes its settings file."""
     agent_port = free_ports(role.ep_size)
     settings = folder / f"{name}.json"
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,19 +97,17 @@ def _role_instances(deployment: Deployment, name: RoleName, role: Role, folder: 
 
 def _settings(deployment: Deployment, name: RoleName, role: Role, agent_port: int) -> dict[str, Any]:
     ep = role.ep
-    capacity = ep.max_tokens or batch_limit(deployment, role)
-    virtual_node = ep.gpus_per_node or deployment.topology.gpus_per_node
-    if virtual_node is None and role.nodes > 1:
-        virtual_node = role.ep_size // role.nodes
+    tokens, group = capacity(deployment, role), group_of(deployment, role)
     return {
         "deployment": deployment.name,
         "role": name,
         "mode": ep.mode,
-        "max_tokens": {mode.value: capacity for mode in modes_of(name, ep.mode)},
+        "max_tokens": {mode.value: tokens for mode in modes_of(name, ep.mode, group.nodes > 1)},
         "lanes": ep.lanes,
         "timeout_s": ep.timeout_s,
-        "gpus_per_node": virtual_node,
+        "gpus_per_node": group.gpus_per_node,
         "fp8": ep.fp8,
+        "sms": ep.sms,
         "agent_host": deployment.control.host,
         "agent_port": agent_port,
         "agent_key": deployment.control.key,

@@ -13,8 +13,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedBase
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from ep_backend.deployment.checks import check
-from ep_backend.deployment.problems import DeploymentError, Problem
+from ep_backend.deployment.lint import check
+from ep_backend.deployment.problems import DeploymentError, Finding, Problem
 from ep_backend.deployment.schema import Deployment
 
 
@@ -26,44 +26,72 @@ class Loaded:
     file: Path
     document: Any
 
+    def findings(self, problems: Sequence[Problem]) -> list[Finding]:
+        """The problems in the order of the file's lines."""
+        found = [_located(self.file, self.document, problem) for problem in problems]
+        return sorted(found, key=lambda finding: (finding.line, finding.column))
+
     def error(self, problems: Sequence[Problem]) -> DeploymentError:
-        return DeploymentError([_located(self.file, self.document, problem) for problem in problems])
+        return DeploymentError.of(self.findings(problems))
 
 
 def load(file: Path, text: str | None = None) -> Loaded:
-    """The deployment in `file`, or in a text that is to replace it; relative paths in it start at the file's folder.
+    """The deployment in `file`, or in a text that is to replace it, without any error that the file alone shows.
 
-    Raises DeploymentError.
+    Relative paths in it start at the file's folder. Raises DeploymentError.
     """
+    loaded = read(file, text)
+    if problems := check(loaded.deployment):
+        raise loaded.error(problems)
+    return loaded
+
+
+def read(file: Path, text: str | None = None) -> Loaded:
+    """The deployment in `file` if its form is right; what it says is not judged. Raises DeploymentError."""
     document = _parse(file, text)
     try:
         deployment = Deployment.model_validate(document)
     except ValidationError as error:
         problems = [_schema_problem(details) for details in error.errors(include_url=False)]
-        raise DeploymentError([_located(file, document, problem) for problem in problems]) from None
-    model = deployment.model.model_copy(update={"path": (file.parent / deployment.model.path).resolve()})
-    loaded = Loaded(deployment.model_copy(update={"model": model}), file, document)
-    if problems := check(loaded.deployment):
-        raise loaded.error(problems)
-    return loaded
+        raise DeploymentError.of([_located(file, document, problem) for problem in problems]) from None
+    return Loaded(_with_paths_from(file.parent, deployment), file, document)
+
+
+def _with_paths_from(folder: Path, deployment: Deployment) -> Deployment:
+    def absolute(path: Path | None) -> Path | None:
+        return path and (folder / path).resolve()
+
+    model, topology = deployment.model, deployment.topology
+    routing = model.routing.model_copy(update={"expert_counts": absolute(model.routing.expert_counts)})
+    return deployment.model_copy(
+        update={
+            "model": model.model_copy(update={"path": absolute(model.path), "routing": routing}),
+            "topology": topology.model_copy(update={"bench": absolute(topology.bench)}),
+        }
+    )
 
 
 def _parse(file: Path, text: str | None) -> Any:
     try:
         text = file.read_text(encoding="utf-8") if text is None else text
     except OSError as error:
-        raise DeploymentError([f"{file}: cannot be read: {error.strerror}; give the path of a deployment file"]) from None
+        raise _unreadable(file, 1, 1, f"cannot be read: {error.strerror}", "give the path of a deployment file") from None
     try:
         document = YAML(typ="rt").load(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark
-        place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else str(file)
-        raise DeploymentError([f"{place}: not valid YAML: {error.problem}"]) from None
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        raise _unreadable(file, line, column, f"not valid YAML: {error.problem}", "correct it") from None
     except YAMLError as error:
-        raise DeploymentError([f"{file}: not valid YAML: {error}"]) from None
+        raise _unreadable(file, 1, 1, f"not valid YAML: {error}", "correct it") from None
     if not isinstance(document, dict):
-        raise DeploymentError([f"{file}:1:1: holds {type(document).__name__}, must be a mapping with `name` and `roles`"])
+        what = f"holds {type(document).__name__}, must be a mapping with `name` and `roles`"
+        raise _unreadable(file, 1, 1, what, "write one")
     return document
+
+
+def _unreadable(file: Path, line: int, column: int, what: str, fix: str) -> DeploymentError:
+    return DeploymentError.of([Finding(str(file), line, column, Problem((), what, fix, "EP001"))])
 
 
 def _schema_problem(details: ErrorDetails) -> Problem:
@@ -72,11 +100,16 @@ def _schema_problem(details: ErrorDetails) -> Problem:
         known = _fields_at(place[:-1])
         close = difflib.get_close_matches(str(place[-1]), known, n=1)
         hint = f"did you mean `{close[0]}`?" if close else f"known here: {', '.join(known)}"
-        return Problem(place, "unknown key", hint)
+        return Problem(place, "unknown key", hint, "EP002")
     if details["type"] == "missing":
-        return Problem(place, "is missing", "add it")
+        return Problem(place, "is missing", "add it", "EP003")
+    if details["type"] == "preset":
+        names: list[str] = details["ctx"]["names"]
+        close = difflib.get_close_matches(str(details["input"]), names, n=1)
+        hint = f"did you mean `{close[0]}`?" if close else f"choose one of {', '.join(names)}"
+        return Problem(place, f"{details['input']!r} is no {details['ctx']['kind']} preset", hint, "EP012")
     message = details["msg"]
-    return Problem(place, f"{message[0].lower()}{message[1:]}", f"it is {details['input']!r} now")
+    return Problem(place, f"{message[0].lower()}{message[1:]}", f"it is {details['input']!r} now", "EP004")
 
 
 def _fields_at(place: Sequence[int | str]) -> list[str]:
@@ -94,10 +127,8 @@ def _fields_at(place: Sequence[int | str]) -> list[str]:
     return list(model.model_fields)
 
 
-def _located(file: Path, document: Any, problem: Problem) -> str:
-    line, column = _position(document, problem.place)
-    name = ".".join(str(part) for part in problem.place)
-    return f"{file}:{line}:{column}: {name}: {problem.what}; {problem.fix}"
+def _located(file: Path, document: Any, problem: Problem) -> Finding:
+    return Finding(str(file), *_position(document, problem.place), problem)
 
 
 def _position(document: Any, place: Sequence[int | str]) -> tuple[int, int]:

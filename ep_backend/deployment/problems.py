@@ -1,6 +1,8 @@
 """How a deployment's faults are reported."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -13,9 +15,33 @@ class Problem:
     code: str
 
 
+@dataclass(frozen=True)
+class Finding:
+    """A problem at its line and column, both from 1."""
+
+    file: str
+    line: int
+    column: int
+    problem: Problem
+
+    @property
+    def name(self) -> str:
+        return ".".join(str(part) for part in self.problem.place)
+
+    def __str__(self) -> str:
+        start = f"{self.name}: " if self.name else ""
+        place = f"{self.file}:{self.line}:{self.column}"
+        return f"{place}: {start}{self.problem.what}; {self.problem.fix} [{self.problem.code}]"
+
+
 class DeploymentError(Exception):
     """All faults found at once, one line each."""
 
-    def __init__(self, lines: list[str]) -> None:
+    def __init__(self, lines: list[str], findings: Sequence[Finding] = ()) -> None:
         super().__init__("\n".join(lines))
         self.lines = lines
+        self.findings = findings
+
+    @classmethod
+    def of(cls, findings: Sequence[Finding]) -> Self:
+        return cls([str(finding) for finding in findings], findings)

@@ -1,5 +1,6 @@
 """Runs a deployment in this process: starts its instances, waits until they serve, and stops all if one dies."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -7,15 +8,22 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 
 import httpx
 
+from ep_backend.control.audit import Audit
+from ep_backend.control.controller import RestartFailed
+from ep_backend.control.service import start_service
 from ep_backend.deployment.agents import rank_statuses
-from ep_backend.deployment.instances import Instance, engine_instances, router_instance
+from ep_backend.deployment.instances import Instance, engine_instances, role_instances, router_instance
+from ep_backend.deployment.load import Loaded
 from ep_backend.deployment.logs import last_errors
+from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.processes import session_members, shared_memory_of, start_ticks, stop_sessions
-from ep_backend.deployment.schema import Deployment
+from ep_backend.deployment.schema import Deployment, RoleName
 from ep_backend.deployment.state import InstanceState, RunState, remove_state, run_dir, write_state
 
 POLL_S = 0.5
@@ -37,8 +45,10 @@ class Stopped(Exception):
 
 
 class Supervisor:
-    def __init__(self, deployment: Deployment, on_change: OnChange) -> None:
+    def __init__(self, loaded: Loaded, on_change: OnChange) -> None:
+        deployment = loaded.deployment
         router = deployment.router
+        self.loaded = loaded
         self.deployment = deployment
         self.on_change = on_change
         self.folder = run_dir(deployment.name)
@@ -46,6 +56,8 @@ class Supervisor:
         self.rank_pids: dict[int, InstanceState] = {}
         self.shared: set[Path] = set()
         self.stop_asked = threading.Event()
+        self.engines: list[Instance] = []
+        self.restarts: SimpleQueue[tuple[RoleName, Deployment, Future[None]]] = SimpleQueue()
         self.state = RunState(
             name=deployment.name,
             pid=os.getpid(),
@@ -57,12 +69,16 @@ class Supervisor:
         )
 
     def run(self) -> None:
-        """Serves until a signal or a failure. Raises InstanceFailed; nothing is left running either way."""
-        with _signals_set(self.stop_asked):
+        """Serves until a signal or a failure. Raises InstanceFailed; nothing is left running either way.
+
+        Raises DeploymentError, before anything is started, if the control service cannot listen.
+        """
+        with self._control(), _signals_set(self.stop_asked):
             try:
                 self._start()
                 while True:
                     self._wait_a_moment()
+                    self._restart_asked()
             except Stopped:
                 self._stop()
                 remove_state(self.state.name)
@@ -71,18 +87,77 @@ class Supervisor:
                 self._enter("failed", str(error))
                 raise
 
+    async def restart(self, role: RoleName, deployment: Deployment) -> None:
+        """Start a role anew as that deployment has it; done by this object's own thread. Raises RestartFailed."""
+        done: Future[None] = Future()
+        self.restarts.put((role, deployment, done))
+        await asyncio.wrap_future(done)
+
+    @contextlib.contextmanager
+    def _control(self) -> Iterator[None]:
+        audit = Audit(self.folder / "audit.jsonl")
+        try:
+            service = start_service(self.loaded, lambda: self.state, self.restart, audit)
+        except ValueError as error:
+            raise DeploymentError([str(error)]) from None
+        self.state.control_url = f"http://{self.deployment.control.host}:{service.port}"
+        try:
+            yield
+        finally:
+            service.stop()
+
     def _start(self) -> None:
         self._enter("starting")
-        engines = engine_instances(self.deployment, self.folder)
-        router = router_instance(self.deployment, engines)
+        self.engines = engine_instances(self.deployment, self.folder)
+        self._bring_up(self.engines)
+
+    def _bring_up(self, engines: list[Instance]) -> None:
+        """Start these engines, then the router, which wants them all."""
         self._launch(engines)
         self._wait_healthy(engines)
+        router = router_instance(self.deployment, self.engines)
         if router is not None:
             self._launch([router])
             self._wait_healthy([router])
         self._note_ranks()
         self.shared |= shared_memory_of(session_members(self._leaders()))
         self._enter("ready")
+
+    def _restart_asked(self) -> None:
+        while not self.restarts.empty():
+            role, deployment, done = self.restarts.get()
+            before = self.deployment
+            try:
+                try:
+                    self._relaunch(role, deployment)
+                except InstanceFailed as failure:
+                    self._relaunch(role, before)
+                    done.set_exception(RestartFailed(f"{failure}\n{role} runs with its old settings again"))
+                else:
+                    done.set_result(None)
+            except BaseException as error:
+                done.set_exception(RestartFailed(str(error)))
+                raise
+
+    def _relaunch(self, role: RoleName, deployment: Deployment) -> None:
+        self._enter("starting")
+        self._end(role)
+        self.deployment = deployment
+        settings = dict(deployment.roles.items())[role]
+        anew = role_instances(deployment, role, settings, self.folder)
+        self.engines = [engine for engine in self.engines if engine.role != role] + anew
+        self._bring_up(anew)
+
+    def _end(self, role: RoleName) -> None:
+        """Stop the role and the router, which knows it by addresses that go."""
+        going = [instance for instance in self.state.instances if instance.role in (role, None)]
+        pids = [instance.pid for instance in going]
+        stop_sessions(pids, shared_memory_of(session_members(pids)), self.deployment.target.stop_timeout_s)
+        for child in self.children:
+            child.poll()
+        self.children = [child for child in self.children if child.pid not in pids]
+        self.state.instances = [instance for instance in self.state.instances if instance.pid not in pids]
+        self.rank_pids = {pid: instance for pid, instance in self.rank_pids.items() if instance.pid not in pids}
 
     def _launch(self, instances: list[Instance]) -> None:
         for instance in instances:
@@ -98,7 +173,14 @@ class Supervisor:
                 )
             self.children.append(child)
             self.state.instances.append(
-                InstanceState(name=instance.name, role=instance.role, log=log, agents=instance.agents, pid=child.pid)
+                InstanceState(
+                    name=instance.name,
+                    role=instance.role,
+                    log=log,
+                    agents=instance.agents,
+                    url=instance.health.removesuffix("/health") if instance.health else None,
+                    pid=child.pid,
+                )
             )
         self._changed()
 

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
 
+from ep_backend.control.models import Applied, DeploymentStatus
 from ep_backend.deployment.agents import PATHS, ModeCounters, RankStatus
 from ep_backend.deployment.logs import last_line
 from ep_backend.deployment.state import RunState, seconds_since
@@ -95,17 +96,50 @@ def human_bytes(size: float) -> str:
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def print_status(state: RunState, statuses: list[RankStatus]) -> None:
+def print_status(now: DeploymentStatus, control_url: str) -> None:
     console = make_console()
-    console.print(f"{state.name}: {state.phase} at {state.url}", highlight=False)
-    for instance in state.instances:
-        console.print(f"  {instance.name}: process {instance.pid}, log {instance.log}", highlight=False, soft_wrap=True)
+
+    def say(line: str, style: str | None = None) -> None:
+        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    say(f"{now.name}: {now.phase} at {now.url}, control service at {control_url}")
+    for instance in now.instances:
+        say(f"  {instance.name}: process {instance.pid}, log {instance.log}")
     rows = []
-    for status in statuses:
-        if status.error or status.failed:
-            console.print(f"  {status.agent}: {escape(status.error or status.failed or '')}", style="red", soft_wrap=True)
-        rows += [(status, _marked(mode, status), counters) for mode, counters in status.modes.items()]
+    for role in now.roles:
+        say(f"  {role.role}: mode {role.mode_desired}, executed {role.mode_executed or 'none, or not the same on all ranks'}")
+        if role.pending:
+            say(f"  {role.role}: a change to {role.pending.mode} is pending", "yellow")
+        for line in role.drift:
+            say(f"  {role.role}: {line}", "yellow")
+        for status in role.ranks:
+            if status.failed:
+                say(f"  {status.agent}: {status.failed}", "red")
+            rows += [(status, _marked(mode, status), counters) for mode, counters in status.modes.items()]
+    for change in now.drift:
+        say(f"  the file differs: {change}", "yellow")
+    if now.file_error:
+        say(f"  the file cannot be compared: {now.file_error}", "yellow")
     console.print(counters_table("counters since start; * marks the mode executed last", rows))
+
+
+def print_applied(applied: Applied) -> None:
+    console = make_console()
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    if not applied.changes:
+        say("the file says what runs; nothing to do")
+    for change in applied.changes:
+        say(str(change))
+    for flip in applied.flips:
+        epoch = f" after epoch {flip.epoch} on {flip.ranks} ranks, {flip.seconds:.2f} s" if flip.epoch else ""
+        say(f"{flip.role}: {flip.before} -> {flip.mode}: {flip.outcome}{epoch}")
+    for role in applied.restarted:
+        say(f"{role}: restarted")
+    if applied.dry_run:
+        say("dry run: nothing was changed")
 
 
 def _marked(mode: str, status: RankStatus) -> str:

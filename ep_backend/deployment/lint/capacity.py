@@ -1,0 +1,197 @@
+"""Rules on what a rank may dispatch, and on the memory that takes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ep_backend.deployment.batches import batch_limit, tokens_a_sequence
+from ep_backend.deployment.lint.view import RoleView, problem
+from ep_backend.deployment.problems import Problem
+from ep_backend.deployment.resolve import buffer_config
+from ep_backend.deployment.schema import Deployment
+from ep_backend.layout import MAX_TOP_K, SCALE_GROUP
+from ep_backend.plan.calibration import calibrations, read_counts, recalibrated
+from ep_backend.plan.memory import memory
+
+WASTE = 4
+HIGHEST_FRACTION = 0.95
+
+
+def check_capacity(view: RoleView) -> Iterator[Problem]:
+    role, capacity = view.role, view.role.ep.max_tokens
+    if capacity is None:
+        return
+    place = (*view.place, "ep", "max_tokens")
+    batch, each = batch_limit(view.deployment, role), tokens_a_sequence(role)
+    bucket_flag, bucket = largest_bucket(view)
+    flag, sequences = _sequences(view)
+    if role.engine == "vllm" and batch > capacity:
+        flag_rules = role.arg("max-num-batched-tokens") == batch
+        fix = f", or max-num-batched-tokens to {capacity}" if view.deployment.topology.device == "cuda" else ""
+        yield problem(
+            "EP102",
+            place,
+            f"is {capacity}, but {'max-num-batched-tokens' if flag_rules else 'the batch of vLLM'} is {batch} tokens a rank, "
+            "and one step may dispatch them all",
+            f"set max_tokens to {batch}{fix}",
+        )
+    elif role.engine == "sglang" and view.name != "decode" and (chunk := _chunk(view)) > capacity:
+        yield problem(
+            "EP102",
+            place,
+            f"is {capacity}, but chunked-prefill-size over {role.data_parallel} ranks is {chunk} tokens a rank",
+            f"set max_tokens to {chunk}, or chunked-prefill-size to {capacity * role.data_parallel}",
+        )
+    elif sequences * each > capacity:
+        times = f" of {each} tokens each" if each > 1 else ""
+        yield problem(
+            "EP103",
+            place,
+            f"is {capacity}, but {flag} is {sequences}{times}, and a decode step dispatches "
+            f"{'one token a sequence' if each == 1 else f'{sequences * each} tokens'}",
+            f"set max_tokens to {sequences * each}, or lower {flag.split()[0]}",
+        )
+    if bucket > capacity:
+        yield problem(
+            "EP101",
+            view.flag_place(bucket_flag, "compilation-config", "cudagraph-capture-sizes"),
+            f"captures a batch of {bucket} tokens, but ep.max_tokens is {capacity}",
+            f"set max_tokens to {bucket}, or a largest bucket of {capacity // each}",
+        )
+    most = max(batch, sequences * each, bucket)
+    if role.engine == "vllm" and capacity > WASTE * most:
+        yield problem("EP105", place, f"is {capacity}, but no batch has more than {most} tokens", f"set max_tokens to {most}")
+
+
+def check_lanes(view: RoleView) -> Iterator[Problem]:
+    ep = view.role.ep
+    if ep.overlap != "none" and ep.lanes != 2:
+        yield problem(
+            "EP210",
+            (*view.place, "ep", "lanes"),
+            f"is 1, but overlap: {ep.overlap} runs two micro-batches",
+            "set lanes: 2",
+        )
+    if ep.overlap == "none" and ep.lanes == 2:
+        yield problem("EP106", (*view.place, "ep", "lanes"), "is 2, but nothing overlaps", "set lanes: 1, or overlap")
+
+
+def check_shape(view: RoleView) -> Iterator[Problem]:
+    """The buffer's own rules; the two that have their own code first."""
+    shape, ep = view.shape, view.role.ep
+    if shape is None or view.group is None or (shape.experts + ep.redundant_experts) % view.group.ranks:
+        return
+    if shape.top_k > MAX_TOP_K:
+        yield problem("EP107", ("model",), f"picks {shape.top_k} experts a token, must be at most {MAX_TOP_K}", "choose another")
+    elif shape.hidden % (SCALE_GROUP if ep.fp8 else 8):
+        group = SCALE_GROUP if ep.fp8 else 8
+        where = (*view.place, "ep", "fp8") if ep.fp8 else ("model",)
+        what = f"has rows of {shape.hidden}, no multiple of {group}"
+        yield problem("EP108", where, what, "set fp8: false" if ep.fp8 else "pad the hidden size")
+    else:
+        try:
+            buffer_config(view.deployment, view.name, view.role, shape, view.capacity)
+        except ValueError as error:
+            yield problem("EP104", (*view.place, "ep"), str(error), "see the rule in the message")
+
+
+def check_memory(view: RoleView) -> Iterator[Problem]:
+    if view.shape is None or view.group is None or view.machine.hbm is None or view.deployment.topology.device == "cpu":
+        return
+    try:
+        need = memory(view.deployment, view.name, view.role, view.shape, view.capacity)
+    except ValueError:
+        return
+    place = (*view.place, "ep", "max_tokens")
+    if need.kv_bytes <= 0:
+        yield problem(
+            "EP120",
+            place,
+            f"leaves nothing: weights {need.gib(need.weight_bytes)} + buffer {need.gib(need.buffer_bytes)} + reserve "
+            f"{need.gib(need.reserve_bytes)} exceed {need.fraction:.2f} of {need.gib(need.hbm_bytes)}",
+            f"use a capacity of at most {need.largest_capacity}" if need.largest_capacity else "use more ranks",
+        )
+    elif need.context and need.sequences == 0:
+        yield problem(
+            "EP121",
+            place,
+            f"leaves {need.gib(need.kv_bytes)} for KV, less than one sequence of {need.context} tokens",
+            "lower the context length or max_tokens",
+        )
+    flag = "gpu-memory-utilization" if view.role.engine == "vllm" else "mem-fraction-static"
+    if need.fraction > HIGHEST_FRACTION:
+        what = f"is {need.fraction}, above {HIGHEST_FRACTION}"
+        yield problem("EP122", view.flag_place(flag), what, f"use {HIGHEST_FRACTION} or less")
+
+
+def check_measurements(deployment: Deployment, views: list[RoleView]) -> Iterator[Problem]:
+    """Files and numbers that the cost model was told to use."""
+    routing = deployment.model.routing
+    given = [value for value in (routing.nodes_per_token, routing.expert_counts) if value is not None]
+    if (routing.kind == "measured") != bool(given) or len(given) > 1:
+        what = f"is {routing.kind} with {len(given)} measurements"
+        yield problem("EP130", ("model", "routing", "kind"), what, "give nodes_per_token or expert_counts with measured only")
+    for place, file in (
+        (("model", "routing", "expert_counts"), routing.expert_counts),
+        (("topology", "bench"), deployment.topology.bench),
+    ):
+        if file is not None and (fault := _fault(place[-1], file, views)):
+            yield problem("EP131", place, fault, "see docs/plan.md")
+    for view in views:
+        if routing.kind == "group_limited" and view.shape and view.group and not aligned(view):
+            what = f"is group_limited, but {view.name}'s {view.group.ranks} ranks do not line up with the groups"
+            yield problem("EP132", ("model", "routing", "kind"), what, "use uniform")
+
+
+def aligned(view: RoleView) -> bool:
+    """Does every rank and node hold whole groups of experts, or part of one?"""
+    assert view.shape is not None and view.group is not None
+    shape, spare = view.shape, view.role.ep.redundant_experts
+    per_group = shape.experts // shape.groups
+    places = [shape.experts // view.group.ranks, shape.experts // view.group.nodes]
+    return not spare and all(per_group % own == 0 or own % per_group == 0 for own in places)
+
+
+def largest_bucket(view: RoleView) -> tuple[str, int]:
+    """The flag and the tokens of the largest decode batch that is captured; 0 if the file does not say."""
+    role = view.role
+    if role.engine == "sglang":
+        for flag in ("cuda-graph-max-bs-decode", "cuda-graph-bs-decode", "cuda-graph-max-bs", "cuda-graph-bs"):
+            if largest := _largest(role.arg(flag)):
+                return flag, largest * tokens_a_sequence(role)
+        return "", 0
+    compilation = role.arg("compilation-config")
+    nested = compilation if isinstance(compilation, dict) else {}
+    for flag in ("max-cudagraph-capture-size", "cudagraph-capture-sizes"):
+        if largest := _largest(role.arg(flag) or nested.get(flag.replace("-", "_"))):
+            return flag, largest
+    return "", 0
+
+
+def _largest(value: object) -> int:
+    numbers = value if isinstance(value, list) else [value]
+    return max((n for n in numbers if isinstance(n, int) and not isinstance(n, bool)), default=0)
+
+
+def _sequences(view: RoleView) -> tuple[str, int]:
+    if view.role.engine == "sglang":
+        running = view.role.number("max-running-requests") or 0
+        return f"max-running-requests over {view.role.data_parallel} ranks", running // view.role.data_parallel
+    return "max-num-seqs", view.role.number("max-num-seqs") or 0
+
+
+def _chunk(view: RoleView) -> int:
+    return (view.role.number("chunked-prefill-size") or 0) // view.role.data_parallel
+
+
+def _fault(kind: str, file: Path, views: list[RoleView]) -> str | None:
+    try:
+        if kind == "bench":
+            recalibrated(calibrations()["link-rate"], file)
+        else:
+            row = read_counts(file)[0]
+            experts = views[0].experts if views else None
+            if experts and len(row) < experts:
+                return f"{file} counts {len(row)} experts, but the model has {experts}"
+    except ValueError as error:
+        return str(error)
+    return None

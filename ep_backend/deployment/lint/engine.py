@@ -1,0 +1,157 @@
+"""Rules on engine flags, environment variables and package versions."""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+
+from ep_backend.deployment.engines import NVSHMEM_BUILT, SUPPORTED, installed, number, replaced, table
+from ep_backend.deployment.engines.extract import Table
+from ep_backend.deployment.lint.view import RoleView, problem
+from ep_backend.deployment.problems import Problem
+
+# Flags that this file's own keys decide.
+OWNED_FLAGS = {
+    "all2all-backend": "ep",
+    "enable-expert-parallel": "ep",
+    "enable-dbo": "ep.overlap",
+    "data-parallel-size": "data_parallel",
+    "data-parallel-size-local": "nodes",
+    "data-parallel-start-rank": "nodes",
+    "data-parallel-address": "nodes",
+    "data-parallel-rpc-port": "nodes",
+    "headless": "nodes",
+    "kv-transfer-config": "roles",
+    "model": "model.path",
+    "served-model-name": "model.served_name",
+    "host": "router.host",
+    "port": "router.port",
+    # SGLang's
+    "moe-a2a-backend": "ep",
+    "deepep-mode": "ep.mode",
+    "deepep-config": "ep.sms",
+    "enable-two-batch-overlap": "ep.overlap",
+    "attn-dp-size": "data_parallel",
+    "dp-size": "data_parallel",
+    "nnodes": "nodes",
+    "node-rank": "nodes",
+    "dist-init-addr": "nodes",
+    "disaggregation-mode": "roles",
+    "model-path": "model.path",
+}
+OWNED_ENV = ("EP_BACKEND_SETTINGS", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
+# Variables with these prefixes have a complete list of names; others are not judged.
+OUR_ENV = ("EP_BACKEND_SETTINGS", "EP_BACKEND_FAULT", "EP_BACKEND_ALLOW_UNTESTED_VLLM", "EP_CUDA")
+OTHER_BACKENDS = re.compile(r"SGLANG_(DEEPEP|MORI|NIXL|PPLX)_|VLLM_DEEPEP_|DEEPEP_|EP_(JIT|NUM|DISABLE_GIN|NIC|OVERRIDE|REUSE|BUFFER)_?")
+NVSHMEM_PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
+
+
+def check_owned(view: RoleView) -> Iterator[Problem]:
+    """Keys that the file itself decides; needs no table."""
+    for key in view.role.args:
+        if owner := OWNED_FLAGS.get(_flag(key)):
+            place = (*view.place, "args", key)
+            yield problem("EP304", place, f"`{owner}` of this file decides that flag", "remove it here")
+    for key in view.role.env:
+        if key in OWNED_ENV:
+            yield problem("EP305", (*view.place, "env", key), "`up` sets that variable itself", "remove it here")
+
+
+def check_flags(view: RoleView) -> Iterator[Problem]:
+    engine = view.role.engine
+    known, old = table(engine, engine_version(view)), replaced(engine)["flags"]
+    flags = set(known.flags)
+    for key in view.role.args:
+        flag, place = _flag(key), (*view.place, "args", key)
+        if flag in OWNED_FLAGS or flag in flags:
+            continue
+        longer = sorted(name for name in flags if name.startswith(flag))
+        if flag in old:
+            yield problem("EP302", place, f"is gone from {_name(known)}", f"write {old[flag]}")
+        elif len(longer) > 1:
+            yield problem("EP303", place, f"fits {', '.join(longer)} of {_name(known)}", "write one of them")
+        elif not longer:
+            yield problem("EP301", place, f"is no flag of {_name(known)}", _suggest(flag, flags, "remove it"))
+
+
+def check_env(view: RoleView) -> Iterator[Problem]:
+    engine = view.role.engine
+    known = table(engine, engine_version(view))
+    old = replaced(engine)["env"]
+    lists = {
+        "EP_": set(OUR_ENV),
+        "NVSHMEM_": set(table("nvshmem", None).env),
+        "VLLM_" if engine == "vllm" else "SGLANG_": set(known.env),
+    }
+    for key in view.role.env:
+        place = (*view.place, "env", key)
+        names = next((names for prefix, names in lists.items() if key.startswith(prefix)), None)
+        if key == "NVSHMEM_MAX_TEAMS":
+            yield problem("EP322", place, "is set", "remove it")
+        elif OTHER_BACKENDS.match(key):
+            yield problem("EP323", place, "is read by another all-to-all backend only", "remove it; see `ep`")
+        elif key in old and key not in known.env:
+            yield problem("EP321", place, f"is not read by {_name(known)}", f"write {old[key]}")
+        elif names is not None and key not in names and key not in OWNED_ENV:
+            fix = _suggest(key, names, "")
+            # SGLang reads some variables outside its registry, so only a near miss is a mistake there.
+            if fix or not key.startswith("SGLANG_"):
+                yield problem("EP320", place, "is read by nothing here", fix or "remove it")
+
+
+def check_versions(view: RoleView) -> Iterator[Problem]:
+    engine, packages = view.role.engine, packages_of(view)
+    place = _packages_place(view)
+    version = packages.get(engine)
+    if version is not None:
+        first, beyond = SUPPORTED[engine]
+        if not number(first) <= number(version) < number(beyond):
+            yield problem("EP313", place, f"has {engine} {version}", f"use {first} or later, below {beyond}")
+        pin, torch = table(engine, version).torch, packages.get("torch")
+        exact = table(engine, version).version == version
+        if exact and pin and torch and number(torch) != number(pin):
+            yield problem("EP311", place, f"has torch {torch}, but {engine} {version} pins {pin}", f"install torch {pin}")
+    loaded = next((packages[name] for name in NVSHMEM_PACKAGES if name in packages), None)
+    if loaded is not None and view.deployment.topology.device == "cuda" and number(loaded) != number(NVSHMEM_BUILT):
+        what = f"has NVSHMEM {loaded}, but the device images are built against {NVSHMEM_BUILT}"
+        yield problem("EP312", place, what, f"install {NVSHMEM_BUILT}, which torch pins")
+
+
+def check_one_environment(views: list[RoleView]) -> Iterator[Problem]:
+    """Roles of different engines, or packages of both, in one environment."""
+    for view in views:
+        if {"vllm", "sglang"} <= set(view.image.packages):
+            yield problem("EP310", _packages_place(view), "has vllm and sglang", "give each role its own image")
+            return
+    if len(views) == 2 and views[0].role.engine != views[1].role.engine and views[0].image == views[1].image:
+        place = (*views[1].place, "engine")
+        yield problem("EP310", place, f"is {views[1].role.engine}, in the environment of {views[0].role.engine}", "give it an image")
+
+
+def engine_version(view: RoleView) -> str | None:
+    return packages_of(view).get(view.role.engine)
+
+
+def packages_of(view: RoleView) -> dict[str, str]:
+    """Versions in the role's image; those installed here for a local target that names none."""
+    if view.image.packages or view.deployment.target.kind != "local":
+        return view.image.packages
+    names = (view.role.engine, "torch", *NVSHMEM_PACKAGES)
+    return {name: version for name in names if (version := installed(name))}
+
+
+def _packages_place(view: RoleView) -> tuple[str, ...]:
+    return (*view.place, "image", "packages") if view.role.image else ("target", "image", "packages")
+
+
+def _name(known: Table) -> str:
+    return f"{known.name} {known.version}"
+
+
+def _flag(key: str) -> str:
+    """A flag's name without dashes before it, and without the JSON path after a dot."""
+    return key.replace("_", "-").lstrip("-").split(".")[0]
+
+
+def _suggest(name: str, known: Iterable[str], otherwise: str) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return f"did you mean `{close[0]}`?" if close else otherwise

@@ -1,0 +1,107 @@
+"""Rules on pods, hosts and the network, and on what two roles must agree on."""
+
+import os
+from collections.abc import Iterator
+
+from ep_backend.deployment.lint.view import Place, RoleView, problem
+from ep_backend.deployment.problems import Problem
+from ep_backend.deployment.resolve import buffer_config
+from ep_backend.deployment.schema import Deployment
+from ep_backend.plan.model import GIB
+
+LEAST_SHM = 16 * GIB
+SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")
+GID = "NVSHMEM_IB_GID_INDEX"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+KUBERNETES = ("lws", "disaggregatedset")
+LOCAL_BROADCAST = "enable-dp-attention-local-control-broadcast"
+
+
+def check_target(deployment: Deployment, views: list[RoleView]) -> Iterator[Problem]:
+    target, pod = deployment.target, deployment.target.pod
+    if target.kind == "local" and pod.model_fields_set:
+        yield problem("EP407", ("target", "pod"), "is given, but a local target has no pods", "remove it, or choose another kind")
+    if target.kind not in KUBERNETES:
+        return
+    place: Place = ("target", "pod", "shm") if pod.shm else ("target", "pod")
+    if (pod.shm or 0) < LEAST_SHM:
+        have = f"{pod.shm / GIB:.1f} GiB" if pod.shm else "the container's default of 64 MiB"
+        yield problem("EP401", place, f"gives /dev/shm {have}, must be at least 16 GiB", "set shm: 64GiB")
+    if not any(view.role.nodes > 1 for view in views) or deployment.topology.device == "cpu":
+        return
+    if "IPC_LOCK" not in pod.capabilities:
+        at: Place = ("target", "pod", "capabilities") if pod.capabilities else ("target", "pod")
+        yield problem("EP402", at, "lacks IPC_LOCK", "set capabilities: [IPC_LOCK]")
+    per_node = views[0].machine.gpus_per_node
+    if not pod.rdma:
+        yield problem("EP403", ("target", "pod"), "names no rdma resource", f"set rdma: {{rdma/ib: {per_node or 8}}}")
+    elif per_node and max(pod.rdma.values()) < min(per_node, max(view.role.ep_size for view in views)):
+        name, count = max(pod.rdma.items(), key=lambda item: item[1])
+        what = f"gives {count} {name} for {per_node} GPUs"
+        yield problem("EP403", ("target", "pod", "rdma"), what, f"set {name}: {per_node}")
+
+
+def check_control(deployment: Deployment, views: list[RoleView]) -> Iterator[Problem]:
+    control = deployment.control
+    if control.host not in LOOPBACK and control.key is None:
+        yield problem("EP406", ("control", "host"), f"is {control.host}, and there is no key", "set control.key")
+    for view in views:
+        if view.role.arg(LOCAL_BROADCAST):
+            place = view.flag_place(LOCAL_BROADCAST)
+            yield problem("EP408", place, "delivers control requests to each rank on its own", "remove it")
+
+
+def check_network(view: RoleView) -> Iterator[Problem]:
+    role, nic = view.role, view.machine.nic
+    if role.nodes == 1 or view.deployment.topology.device == "cpu":
+        return
+    env_place: Place = (*view.place, "env") if role.env else view.place
+    if nic is not None and nic.kind == "roce" and GID not in role.env:
+        yield problem("EP404", env_place, f"has no {GID}, but the NICs are RoCE", f'set {GID}: "3"')
+    given = {name: role.env[name] for name in SOCKET_VARIABLES if name in role.env}
+    if view.deployment.target.kind == "local":
+        return
+    if missing := [name for name in SOCKET_VARIABLES if name not in given]:
+        yield problem("EP405", env_place, f"has no {', '.join(missing)}", "set them to the interface that reaches the other nodes")
+    elif len(set(given.values())) > 1:
+        names = ", ".join(f"{name}={value}" for name, value in given.items())
+        yield problem("EP405", env_place, f"names different interfaces: {names}", "set all to one interface")
+
+
+def check_host_memory(views: list[RoleView]) -> Iterator[Problem]:
+    """The host fabric's heaps lie in this machine's /dev/shm."""
+    local = [view for view in views if view.deployment.topology.device == "cpu" and view.deployment.target.kind == "local"]
+    need = 0
+    for view in local:
+        if view.shape is not None and view.group is not None:
+            try:
+                config = buffer_config(view.deployment, view.name, view.role, view.shape, view.capacity)
+            except ValueError:
+                return
+            need += view.group.ranks * config.size_hint()["total"]
+    status = os.statvfs("/dev/shm")
+    size = status.f_blocks * status.f_frsize
+    if need > size:
+        what = f"need {need / GIB:.1f} GiB of shared memory, but /dev/shm has {size / GIB:.1f} GiB"
+        yield problem("EP409", ("roles",), what, "lower max_tokens, or remount /dev/shm larger")
+
+
+def check_agreement(deployment: Deployment, views: list[RoleView]) -> Iterator[Problem]:
+    """What prefill and decode must have alike."""
+    pair = {view.name: view for view in views}
+    if not {"prefill", "decode"} <= set(pair):
+        return
+    prefill, decode = pair["prefill"], pair["decode"]
+    if prefill.role.engine != decode.role.engine:
+        what = f"is {decode.role.engine}, but prefill runs {prefill.role.engine}"
+        yield problem("EP504", (*decode.place, "engine"), what, "use one engine for both roles")
+        return
+    for code, flags in (("EP501", ("kv-cache-dtype",)), ("EP502", ("block-size", "page-size"))):
+        ours, theirs = (next(filter(None, map(v.role.arg, flags)), None) for v in (decode, prefill))
+        if ours != theirs:
+            what = f"is {ours or 'the default'}, but prefill has {theirs or 'the default'}"
+            yield problem(code, decode.flag_place(*flags), what, "give both roles the same")
+    lengths = [v.role.number("max-model-len", "context-length") for v in (decode, prefill)]
+    if lengths[0] is not None and lengths[1] is not None and lengths[0] < lengths[1]:
+        place = decode.flag_place("max-model-len", "context-length")
+        yield problem("EP503", place, f"is {lengths[0]}, but prefill takes {lengths[1]}", f"set it to {lengths[1]}")

@@ -1,0 +1,91 @@
+"""Rules on roles, ranks, nodes and experts."""
+
+from collections.abc import Iterator
+
+from ep_backend.deployment.lint.view import RoleView, problem
+from ep_backend.deployment.problems import Problem
+from ep_backend.deployment.resolve import ModelUnknown, model_config
+from ep_backend.deployment.schema import Deployment
+
+CHECKPOINT = "give a folder with a Hugging Face checkpoint (`ep-backend checkpoint OUT` writes a small one), or a preset"
+
+
+def check_roles(deployment: Deployment) -> Iterator[Problem]:
+    names = {name for name, _ in deployment.roles.items()}
+    if names not in ({"prefill", "decode"}, {"unified"}):
+        what = f"has {', '.join(sorted(names)) or 'none'}, must have prefill and decode, or unified alone"
+        yield problem("EP010", ("roles",), what, "add or remove a role")
+
+
+def check_model(deployment: Deployment) -> Iterator[Problem]:
+    model = deployment.model
+    if model.path is None and deployment.target.kind == "local":
+        yield problem("EP011", ("model",), "has no path, and a local deployment loads a checkpoint", CHECKPOINT)
+        return
+    try:
+        model_config(model)
+    except ModelUnknown as error:
+        yield problem("EP011", ("model", "path") if model.path else ("model",), str(error), CHECKPOINT)
+
+
+def check_machines(deployment: Deployment, views: list[RoleView]) -> Iterator[Problem]:
+    if not views or deployment.topology.device == "cpu":
+        return
+    machine = views[0].machine
+    if machine.gpus_per_node is None:
+        return
+    have, need = machine.nodes * machine.gpus_per_node, sum(view.role.ep_size for view in views)
+    if need > have:
+        parts = " + ".join(f"{view.name} {view.role.ep_size}" for view in views)
+        what = f"is {machine.nodes}, so there are {have} GPUs, but the roles need {need} ({parts})"
+        yield problem("EP114", ("topology", "nodes"), what, f"use {-(-need // machine.gpus_per_node)}, or smaller roles")
+
+
+def check_parallel(view: RoleView) -> Iterator[Problem]:
+    role, place, size = view.role, view.place, view.role.ep_size
+    if role.data_parallel == 1 and role.engine == "vllm":
+        yield problem(
+            "EP116",
+            (*place, "data_parallel"),
+            "is 1, must be above 1: with tensor parallelism alone vLLM calls no all-to-all backend",
+            "raise data_parallel and lower tensor-parallel-size",
+        )
+    if role.nodes > view.deployment.topology.nodes:
+        what = f"is {role.nodes}, but topology.nodes is {view.deployment.topology.nodes}"
+        yield problem("EP113", (*place, "nodes"), what, "raise topology.nodes or lower it here")
+    if role.data_parallel % role.nodes:
+        what = f"is {role.data_parallel}, must be a multiple of the role's {role.nodes} nodes"
+        fix = f"use {role.nodes * (role.data_parallel // role.nodes + 1)}"
+        yield problem("EP111", (*place, "data_parallel"), what, fix)
+    elif view.group is None:
+        per_node = role.ep.gpus_per_node
+        at = (*place, "ep", "gpus_per_node") if per_node else (*place, "data_parallel")
+        what = f"is {per_node}, must divide the {size} EP ranks" if per_node else f"gives {size} EP ranks, no multiple of a domain"
+        yield problem("EP112", at, what, "use a divisor" if per_node else "use whole NVLink domains")
+
+
+def check_experts(view: RoleView) -> Iterator[Problem]:
+    role, size, spare = view.role, view.role.ep_size, view.role.ep.redundant_experts
+    if view.experts and (view.experts + spare) % size:
+        total = f"{view.experts} experts" if not spare else f"{view.experts} + {spare} experts"
+        missing = -(view.experts + spare) % size
+        yield problem(
+            "EP110",
+            (*view.place, "data_parallel"),
+            f"gives {size} EP ranks, but the model's {total} are not divisible by {size}",
+            f"use a divisor of {view.experts + spare}, or set ep.redundant_experts: {spare + missing}",
+        )
+    given = _engine_redundancy(view)
+    if given is not None and given != spare:
+        yield problem(
+            "EP115",
+            view.flag_place("eplb-config", "ep-num-redundant-experts"),
+            f"says {given} redundant experts, but ep.redundant_experts is {spare}",
+            f"set ep.redundant_experts: {given}",
+        )
+
+
+def _engine_redundancy(view: RoleView) -> int | None:
+    config = view.role.arg("eplb-config")
+    given = config.get("num_redundant_experts") if isinstance(config, dict) else view.role.arg("ep-num-redundant-experts")
+    return given if isinstance(given, int) else None

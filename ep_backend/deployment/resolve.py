@@ -1,0 +1,124 @@
+"""A deployment with its presets filled in: the machines, the model's shape and each role's EP group."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ep_backend.config import BufferConfig
+from ep_backend.deployment.presets import models, topologies
+from ep_backend.deployment.schema import Deployment, Model, Role, RoleName, Topology, modes_of
+from ep_backend.plan.model import ModelShape, model_shape
+
+class ModelUnknown(Exception):
+    """The model's shape cannot be told; the text says why."""
+
+
+def topology(given: Topology) -> Topology:
+    """The topology with its preset's numbers where it gives none."""
+    if given.preset is None:
+        return given
+    preset = Topology.model_validate(topologies()[given.preset])
+    own = {name: getattr(given, name) for name in given.model_fields_set}
+    if given.gpus_per_node is not None:
+        own.setdefault("nvlink_domain", given.gpus_per_node)
+    return preset.model_copy(update=own)
+
+
+def model_config(model: Model) -> dict[str, Any]:
+    """The model's config.json, or its preset's, with the file's own numbers over it. Raises ModelUnknown."""
+    if model.path is not None:
+        config = _read_config(model.path / "config.json")
+    elif model.preset is not None:
+        config = dict(models()[model.preset])
+    else:
+        raise ModelUnknown("has neither path nor preset")
+    experts = next((key for key in ("n_routed_experts", "num_experts", "num_local_experts") if config.get(key)), None)
+    if experts is None:
+        raise ModelUnknown(f"{model.path} has no n_routed_experts, so the model has no experts to spread")
+    keys = {
+        "hidden_size": model.hidden,
+        experts: model.experts,
+        "num_experts_per_tok": model.top_k,
+        "n_group": model.groups,
+        "topk_group": model.top_groups,
+    }
+    return config | {key: value for key, value in keys.items() if value is not None}
+
+
+def shape_of(model: Model) -> ModelShape:
+    """The model's shape. Raises ModelUnknown."""
+    try:
+        shape = model_shape(model_config(model))
+    except ValueError as error:
+        raise ModelUnknown(f"{model.path or model.preset} is no config of a mixture of experts: {error}") from None
+    return shape if model.moe_layers is None else replace(shape, moe_layers=model.moe_layers)
+
+
+@dataclass(frozen=True)
+class Group:
+    """One role's EP group."""
+
+    ranks: int
+    nodes: int
+    """Scale-up domains that the group spans."""
+    tensor_parallel: int
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self.ranks // self.nodes
+
+
+def group_of(deployment: Deployment, role: Role) -> Group:
+    """How a role's ranks lie on the machines; ValueError if the domains do not divide them."""
+    machine = topology(deployment.topology)
+    ranks, on_a_node = role.ep_size, -(-role.ep_size // role.nodes)
+    domain = machine.nvlink_domain or machine.gpus_per_node or on_a_node
+    if domain <= (machine.gpus_per_node or domain):
+        domain = min(domain, on_a_node)
+    domain = role.ep.gpus_per_node or min(domain, ranks)
+    if ranks % domain:
+        raise ValueError(f"{ranks} EP ranks cannot be split into NVLink domains of {domain}")
+    return Group(ranks, ranks // domain, max(1, ranks // role.data_parallel))
+
+
+def payload_of(deployment: Deployment, role: Role) -> str:
+    """What the buffer's rows are: fp8 where asked for, else the model's type."""
+    if role.ep.fp8:
+        return "fp8"
+    return "fp32" if deployment.topology.device == "cpu" and role.arg("dtype") == "float32" else "bf16"
+
+
+def buffer_config(
+    deployment: Deployment, name: RoleName, role: Role, shape: ModelShape, max_tokens: int, modes: list[str] | None = None
+) -> BufferConfig:
+    """The buffer that a rank of this role makes; ValueError as the buffer itself raises it.
+
+    `modes` None: those that the role's instance makes it for.
+    """
+    group = group_of(deployment, role)
+    made_for = modes or [mode.value for mode in modes_of(name, role.ep.mode, group.nodes > 1)]
+    return BufferConfig.make(
+        group.ranks,
+        hidden=shape.hidden,
+        num_experts=shape.experts + role.ep.redundant_experts,
+        top_k=shape.top_k,
+        max_tokens=dict.fromkeys(made_for, max_tokens),
+        lanes=role.ep.lanes,
+        payloads=(payload_of(deployment, role),),
+        gpus_per_node=group.gpus_per_node,
+        fabric="host" if deployment.topology.device == "cpu" else "nvshmem",
+        timeout_s=role.ep.timeout_s,
+    )
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelUnknown(f"{file} cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ModelUnknown(f"{file} is not JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise ModelUnknown(f"{file} holds no mapping")
+    return config
