@@ -1,6 +1,5 @@
 """The commands; each is a thin front to the module that does the work."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -78,26 +77,49 @@ def down(file: File) -> None:
 @app.command()
 def status(
     file: File,
-    as_json: Annotated[bool, typer.Option("--json", help="the ranks' answers as JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="the control service's answer as JSON")] = False,
 ) -> None:
-    """Show what every rank's buffer did: the mode executed, calls, records and bytes per path."""
+    """Show what every rank's buffer did: the mode desired and executed, calls, records and bytes per path."""
+    from ep_backend.control.client import ControlClient, ControlFailed
     from ep_backend.deployment import commands
-    from ep_backend.deployment.agents import all_statuses
     from ep_backend.deployment.load import load
     from ep_backend.deployment.problems import DeploymentError
     from ep_backend.deployment.view import print_status
 
     try:
         state = commands.running(load(file).deployment.name)
-    except (DeploymentError, commands.NotRunning) as error:
+        with ControlClient(state) as control:
+            now = control.status()
+    except (DeploymentError, commands.NotRunning, ControlFailed) as error:
         raise fail(error) from None
-    statuses = all_statuses(state)
     if as_json:
-        print(json.dumps([rank.model_dump() for rank in statuses], indent=2))
+        print(now.model_dump_json(indent=2))
     else:
-        print_status(state, statuses)
-    if any(rank.error or rank.failed for rank in statuses):
+        print_status(now, state.control_url or "")
+    if any(rank.error or rank.failed for role in now.roles for rank in role.ranks):
         raise typer.Exit(1)
+
+
+@app.command()
+def flip(
+    file: File,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would happen; change nothing")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="restart roles where a change needs it")] = False,
+) -> None:
+    """Make a running deployment what its edited file says: modes at run time, other changes by restarting roles."""
+    from ep_backend.control.client import ControlClient, ControlFailed
+    from ep_backend.deployment import commands
+    from ep_backend.deployment.load import load
+    from ep_backend.deployment.problems import DeploymentError
+    from ep_backend.deployment.view import print_applied
+
+    try:
+        wanted = load(file).deployment
+        with ControlClient(commands.running(wanted.name)) as control:
+            applied = control.apply(wanted, file.read_text(encoding="utf-8"), dry_run=dry_run, restart=restart)
+    except (DeploymentError, commands.NotRunning, ControlFailed) as error:
+        raise fail(error) from None
+    print_applied(applied)
 
 
 @app.command()
@@ -107,19 +129,18 @@ def ask(
     max_tokens: Annotated[int, typer.Option(help="the longest answer", min=1)] = 32,
 ) -> None:
     """Send one prompt through the deployment's router and print the answer."""
-    import httpx
-
+    from ep_backend.control.client import ControlClient, ControlFailed
     from ep_backend.deployment import commands
-    from ep_backend.deployment.client import chat
     from ep_backend.deployment.load import load
     from ep_backend.deployment.problems import DeploymentError
 
     try:
-        print(chat(commands.running(load(file).deployment.name), prompt, max_tokens))
+        with ControlClient(commands.running(load(file).deployment.name)) as control:
+            print(control.ask(prompt, max_tokens))
+    except ControlFailed as error:
+        raise fail(RuntimeError(f"no answer: {error}; `ep-backend status {file}` tells more")) from None
     except (DeploymentError, commands.NotRunning) as error:
         raise fail(error) from None
-    except httpx.HTTPError as error:
-        raise fail(RuntimeError(f"no answer: {error}; `ep-backend status {file}` tells more")) from None
 
 
 @app.command()

@@ -47,6 +47,10 @@ class NeedsRestart(Exception):
         self.blocked = blocked
 
 
+class RestartFailed(Exception):
+    """A role did not come up as asked; the message says why, and what runs now."""
+
+
 class Controller:
     """One running deployment. At most one change at a time; reading is always possible."""
 
@@ -90,7 +94,8 @@ class Controller:
             return await self._flip(name, wish, dry_run)
 
     async def apply(self, text: str, dry_run: bool, restart: bool) -> Applied:
-        """Make the deployment what the file's text says. Raises DeploymentError, NeedsRestart, Busy, RankFailed.
+        """Make the deployment what the file's text says. Raises DeploymentError, NeedsRestart, Busy, RankFailed,
+        RestartFailed.
 
         Every rank is asked before anything changes. A flip that fails ends it; what was changed before stays.
         """

@@ -11,14 +11,15 @@ from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 
 from ep_backend.control.audit import Audit
-from ep_backend.control.controller import Busy, Controller, NeedsRestart, NotAllowed
+from ep_backend.control.controller import Busy, Controller, NeedsRestart, NotAllowed, Restart, RestartFailed
 from ep_backend.control.metrics import Control, Ranks, exposition
 from ep_backend.control.models import Applied, AuditEntry, DeploymentStatus, FlipResult
 from ep_backend.control.ranks import RankFailed
 from ep_backend.deployment.client import chat
+from ep_backend.deployment.load import Loaded
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.state import RunState
-from ep_backend.serving import is_loopback, needs_key
+from ep_backend.serving import Background, is_loopback, needs_key
 
 PAGE = Path(__file__).with_name("page.html")
 # The page is one file and asks this service only.
@@ -27,6 +28,15 @@ PAGE_POLICY = (
 )
 FILE_BYTES = 1_000_000
 DryRun = Annotated[bool, Query(description="say what would happen, after asking every rank; change nothing")]
+
+
+def start_service(loaded: Loaded, state: Callable[[], RunState], restart: Restart, audit: Audit) -> Background:
+    """The service of a deployment, in a thread of this process; ValueError if it cannot listen."""
+    control = loaded.deployment.control
+    app = make_app(Controller(loaded, state, restart), state, audit, control.host, control.key)
+    return Background(
+        app, name="control service", setting="control.", host=control.host, port=control.port or 0, key=control.key
+    )
 
 
 def make_app(controller: Controller, state: Callable[[], RunState], audit: Audit, host: str, key: str | None) -> FastAPI:
@@ -125,5 +135,6 @@ def _explain_errors(app: FastAPI) -> None:
     answers(NotAllowed, lambda error: (422, {"allowed": error.allowed}))
     answers(NeedsRestart, lambda error: (409, {"blocked": [change.model_dump() for change in error.blocked]}))
     answers(RankFailed, lambda error: (409 if error.refused else 504, {}))
+    answers(RestartFailed, lambda _: (502, {}))
     answers(httpx.HTTPError, lambda _: (502, {}))
     answers(DeploymentError, lambda error: (422, {"lines": error.lines}))

@@ -32,7 +32,9 @@ class Instance:
 
 
 @contextmanager
-def instance(pool: Pool, role: str, mode: str, stop: Path, *, busy: bool, refuses: dict[int, str] | None = None) -> Iterator[Instance]:
+def instance(
+    pool: Pool, role: str, mode: str, stop: Path, *, busy: bool, refuses: dict[int, str] | None = None
+) -> Iterator[Instance]:
     """Runs until the block ends. ``busy``: steps without end, checked against the oracle; else only while prompted.
 
     ``refuses``: what ranks say instead of preparing a flip.

@@ -6,6 +6,8 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ def assert_same_steps(ran: Instance) -> list[Step]:
 
 
 def changes(steps: list[Step]) -> list[Step]:
-    return [after for before, after in zip(steps, steps[1:], strict=False) if before[1] != after[1]]
+    return [after for before, after in pairwise(steps) if before[1] != after[1]]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -110,8 +112,6 @@ def test_without_steps_the_flip_is_abandoned(ranks: Any, service: StartService, 
 
 
 def test_one_change_at_a_time(ranks: Any, service: StartService, tmp_path: Path) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     with instance(ranks(2), "prefill", "direct", tmp_path / "stop", busy=False) as ran, ThreadPoolExecutor(1) as thread:
         control = service(prefill=Instance(ran.agents, "http://127.0.0.1:9"))
         slow = thread.submit(control.flip, "prefill", "normal")

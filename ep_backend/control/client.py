@@ -1,0 +1,67 @@
+"""The command line's side of the control service."""
+
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from ep_backend.control.models import Applied, DeploymentStatus
+from ep_backend.deployment.schema import Deployment
+from ep_backend.deployment.state import RunState
+
+MARGIN_S = 60.0  # on top of what the service itself may wait
+
+
+class ControlFailed(Exception):
+    """The service refused, or did not do it; the message is its own."""
+
+
+class ControlClient:
+    """Asks the service of a running deployment."""
+
+    def __init__(self, state: RunState) -> None:
+        self._url = state.control_url or ""
+        headers = {"Authorization": f"Bearer {state.key}"} if state.key else {}
+        self._http = httpx.Client(base_url=self._url, headers=headers, timeout=MARGIN_S, trust_env=False)
+
+    def __enter__(self) -> "ControlClient":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._http.close()
+
+    def status(self) -> DeploymentStatus:
+        return DeploymentStatus.model_validate(self._ask("GET", "/v1/status"))
+
+    def apply(self, wanted: Deployment, text: str, *, dry_run: bool, restart: bool) -> Applied:
+        """Make the deployment what a file's text says; ``wanted`` bounds the wait."""
+        roles, target = len(wanted.roles.items()), wanted.target
+        limit = MARGIN_S + roles * wanted.control.flip_timeout_s
+        if restart:
+            limit += 2 * roles * (target.start_timeout_s + target.stop_timeout_s)
+        answer = self._ask(
+            "POST",
+            "/v1/deployment",
+            params={"dry_run": dry_run, "restart": restart},
+            content=text.encode(),
+            headers={"Content-Type": "application/yaml"},
+            timeout=limit,
+        )
+        return Applied.model_validate(answer)
+
+    def ask(self, prompt: str, max_tokens: int) -> str:
+        body = {"prompt": prompt, "max_tokens": max_tokens}
+        return str(self._ask("POST", "/v1/ask", json=body, timeout=300.0 + MARGIN_S)["answer"])
+
+    def _ask(self, method: str, route: str, **options: Any) -> Any:
+        try:
+            response = self._http.request(method, route, **options)
+        except httpx.HTTPError as error:
+            raise ControlFailed(f"the control service at {self._url} does not answer: {error}") from None
+        if response.is_success:
+            return response.json()
+        try:
+            detail = response.json()["detail"]
+        except (ValueError, KeyError, TypeError):
+            detail = response.text
+        raise ControlFailed(str(detail))

@@ -1,0 +1,162 @@
+"""What the control service refuses, plans, applies and writes down; no rank runs here unless a test starts one."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from ep_backend.serving import Background
+from tests.control.conftest import FILE, KEY, Service
+from tests.control.instance import instance
+
+StartService = Callable[..., Service]
+ROUTES = [
+    ("GET", "/v1/status"),
+    ("GET", "/v1/audit"),
+    ("GET", "/metrics"),
+    ("POST", "/v1/ask"),
+    ("POST", "/v1/deployment"),
+    ("POST", "/v1/roles/prefill/mode"),
+]
+
+
+@pytest.mark.parametrize("key", [None, "wrong", KEY + "x", KEY[:-1]])
+def test_every_route_wants_the_key(service: StartService, key: str | None) -> None:
+    control = service()
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    paths = {path for path in control.client.get("/openapi.json").json()["paths"]}
+    assert paths == {path.replace("prefill", "{role}") for _, path in ROUTES}
+    for method, path in ROUTES:
+        answer = httpx.request(method, f"{control.client.base_url}{path}", headers=headers)
+        assert answer.status_code == 401, (path, answer.text)
+        assert "Authorization: Bearer KEY" in answer.text
+    assert not control.audit.exists()
+
+
+def test_only_loopback_is_served_without_a_key() -> None:
+    with pytest.raises(ValueError, match=r"control.host=0\.0\.0\.0 can be reached from other machines; set control.key"):
+        Background(FastAPI(), name="control service", setting="control.", host="0.0.0.0", port=0, key=None)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"control service port {port} on 127.0.0.1 is taken; choose another control.port"):
+            Background(FastAPI(), name="control service", setting="control.", host="127.0.0.1", port=port, key=None)
+
+
+def test_another_name_for_this_machine_is_refused(service: StartService) -> None:
+    assert service().client.get("/v1/status", headers={"Host": "attacker.example"}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("role", "mode", "allowed"),
+    [
+        ("prefill", "hybrid", ["normal", "direct", "auto"]),
+        ("prefill", "fast", ["normal", "direct", "auto"]),
+        ("decode", "normal", ["low_latency", "hybrid", "auto"]),
+        ("router", "normal", ["prefill", "decode"]),
+    ],
+)
+def test_a_wrong_mode_or_role_is_told_the_right_ones(service: StartService, role: str, mode: str, allowed: list[str]) -> None:
+    answer = service().flip(role, mode)
+    assert answer.status_code == 422
+    assert answer.json()["allowed"] == allowed
+
+
+def test_a_rank_that_does_not_answer_is_named(service: StartService) -> None:
+    control = service()
+    answer = control.flip("prefill", "normal")
+    assert answer.status_code == 504
+    assert "prefill rank 0 (http://127.0.0.1:9/) does not answer (ConnectError" in answer.json()["detail"]
+    now = control.role("prefill")
+    assert now["mode_desired"] == "direct"
+    assert len(now["drift"]) == 1 and "rank 0: does not answer" in now["drift"][0]
+
+
+PLANS = {
+    "flip": ("mode: direct", "mode: normal", [("roles.prefill.ep.mode", "prefill", "flip")]),
+    "other family": ("prefill:\n    data_parallel: 2\n    ep: {mode: direct", "prefill:\n    data_parallel: 4\n    ep: {mode: direct",
+                     [("roles.prefill.data_parallel", "prefill", "restart")]),
+    "capacity": ("mode: low_latency, max_tokens: 2048", "mode: hybrid, max_tokens: 4096",
+                 [("roles.decode.ep.mode", "decode", "flip"), ("roles.decode.ep.max_tokens", "decode", "restart")]),
+    "router": ("control:", "router: {port: 8123}\ncontrol:", [("router.port", None, "redeploy")]),
+    "nothing that runs": ("control:", "target: {stop_timeout_s: 5}\ncontrol:", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_drift_names_each_change_and_what_it_takes(service: StartService, plan: str) -> None:
+    control = service()
+    assert control.status()["drift"] == []
+    old, new, expected = PLANS[plan]
+    assert old in FILE
+    control.file.write_text(FILE.replace(old, new, 1))
+    found = [(change["place"], change["role"], change["action"]) for change in control.status()["drift"]]
+    assert found == expected
+
+
+def test_a_broken_file_is_told_not_applied(service: StartService) -> None:
+    control = service()
+    text = FILE.replace("mode: direct", "mode: hybrid")
+    control.file.write_text(text)
+    assert "roles.prefill.ep.mode: is hybrid" in control.status()["file_error"]
+    answer = control.apply(text)
+    assert answer.status_code == 422 and "roles.prefill.ep.mode: is hybrid" in answer.json()["lines"][0]
+    assert control.apply(FILE.replace("name: test", "name: other")).status_code == 422
+
+
+def test_only_yaml_of_a_sane_size_is_read(service: StartService) -> None:
+    control = service()
+    assert control.client.post("/v1/deployment", content=FILE, headers={"Content-Type": "text/plain"}).status_code == 415
+    assert control.apply("#" * 1_000_001).status_code == 413
+    assert control.client.post("/v1/deployment", content=b"\xff", headers={"Content-Type": "text/yaml"}).status_code == 422
+
+
+def test_a_restart_is_announced_and_done_when_asked_for(service: StartService) -> None:
+    control = service()
+    text = FILE.replace("mode: low_latency, max_tokens: 2048", "mode: hybrid, max_tokens: 4096")
+    answer = control.apply(text)
+    assert answer.status_code == 409
+    assert answer.json()["detail"] == "roles.decode.ep.max_tokens: 2048 -> 4096 (restart)"
+    assert control.restarted == []
+    assert control.apply(text, dry_run="true").json()["restarted"] == []
+    assert control.apply(text, restart="true").json()["restarted"] == ["decode"]
+    ((role, deployment),) = control.restarted
+    assert role == "decode" and deployment.roles.decode is not None and deployment.roles.decode.ep.max_tokens == 4096
+    assert control.role("decode")["mode_desired"] == "hybrid"
+    control.file.write_text(text)
+    assert control.status()["drift"] == []
+    assert control.apply(text.replace("device: cpu", "device: cpu, nodes: 2"), restart="true").status_code == 409
+
+
+def test_a_whole_file_flips_both_roles(ranks: Any, service: StartService, tmp_path: Path) -> None:
+    stop = tmp_path / "stop"
+    with instance(ranks(2), "prefill", "direct", stop, busy=False) as prefill:
+        control = service(prefill=prefill)
+        text = FILE.replace("mode: direct", "mode: normal")
+        dry = control.apply(text, dry_run="true").json()
+        assert [flip["outcome"] for flip in dry["flips"]] == ["would apply"]
+        assert control.role("prefill")["mode_desired"] == "direct"
+        # Decode has no ranks: asked first, so that prefill is not flipped either.
+        both = text.replace("mode: low_latency", "mode: hybrid")
+        assert control.apply(both).status_code == 504
+        assert control.role("prefill")["mode_executed"] is None
+        done = control.apply(text).json()
+        assert [flip["outcome"] for flip in done["flips"]] == ["applied"]
+        assert control.role("prefill")["mode_executed"] == "normal"
+        assert [change["new"] for change in control.status()["drift"]] == ["direct"]
+    lines = [json.loads(line) for line in control.audit.read_text().splitlines()]
+    assert [(line["action"], line["outcome"].partition(":")[0]) for line in lines] == [
+        ("dry run of a file", "done"),
+        ("file", "RankFailed"),
+        ("file", "done"),
+    ]
+    assert control.client.get("/v1/audit").json() == lines
+    assert all(line["client"] == "127.0.0.1" for line in lines)
