@@ -63,5 +63,5 @@ def test_wrong_content_names_file_and_fix(load, content, message):
 
 def test_a_missing_file_is_named(monkeypatch):
     monkeypatch.setenv(SETTINGS_VARIABLE, "/nowhere/settings.json")
-    with pytest.raises(ValueError, match="/nowhere/settings.json cannot be read: No such file"):
+    with pytest.raises(ValueError, match=r"/nowhere/settings.json cannot be read: No such file"):
         load_settings()

@@ -90,14 +90,15 @@ def choose(config: Any) -> Choice:
         raise ValueError(f"{FLAG} does not serve LoRA adapters; remove --enable-lora, or choose another backend")
     if config.model_config is not None:
         _require_dtype(config.model_config.dtype)
-    role = _role(settings, config.kv_transfer_config)
+    transfer = config.kv_transfer_config
+    role = _role(settings, transfer.kv_role if transfer is not None else None)
     return Choice(settings, role, settings.mode, family_of(role, settings.mode), _lanes(settings, parallel))
 
 
-def is_decode(transfer: Any) -> bool:
-    """Will an instance with that KV transfer configuration run the decode family?"""
+def is_decode(kv_role: str | None) -> bool:
+    """Will an instance with that kv_role run the decode family?"""
     settings = load_settings()
-    return family_of(_role(settings, transfer), settings.mode) is Family.DECODE
+    return family_of(_role(settings, kv_role), settings.mode) is Family.DECODE
 
 
 def require_room(choice: Choice, config: Any) -> None:
@@ -148,9 +149,8 @@ def _or(names: Mapping[torch.dtype, str]) -> str:
     return " or ".join(names.values())
 
 
-def _role(settings: Settings, transfer: Any) -> Role:
+def _role(settings: Settings, kv_role: str | None) -> Role:
     """kv_role and the settings must not contradict each other; kv_both goes with any role."""
-    kv_role = transfer.kv_role if transfer is not None else None
     from_engine = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE}.get(kv_role or "")
     if settings.role is None:
         return from_engine or Role.UNIFIED

@@ -14,7 +14,7 @@ from server_plugins.vllm.choice import choose, is_decode, require_room
 
 _moe_installed = False
 HIDDEN_MULTIPLE = 8  # 16-byte vectors of bf16
-_transfer: ContextVar[Any] = ContextVar("kv_transfer_config", default=None)
+_kv_role: ContextVar[str | None] = ContextVar("kv_role", default=None)
 
 
 def install_config() -> None:
@@ -64,11 +64,14 @@ def _wrap_arguments(engine_args: Any) -> None:
 
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _transfer.set(self.kv_transfer_config)
+        transfer = self.kv_transfer_config
+        token = _kv_role.set(
+            transfer.get("kv_role") if isinstance(transfer, dict) else getattr(transfer, "kv_role", None)
+        )
         try:
             return original(self, *args, **kwargs)
         finally:
-            _transfer.reset(token)
+            _kv_role.reset(token)
 
     engine_args.create_engine_config = create_engine_config
 
@@ -81,7 +84,7 @@ def _extend_properties() -> None:
         return config.all2all_backend == NAME and config.enable_expert_parallel and both
 
     def batched(config: Any) -> bool:
-        return config.all2all_backend == NAME and is_decode(_transfer.get())
+        return config.all2all_backend == NAME and is_decode(_kv_role.get())
 
     _also(ParallelConfig, "use_sequence_parallel_moe", sequence_parallel)
     _also(ParallelConfig, "use_batched_dp_moe", batched)

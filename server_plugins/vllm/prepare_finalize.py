@@ -44,6 +44,11 @@ class EpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self.manager = manager
         self.moe = moe
         self.limits = manager.limits(moe)
+        if quant_config is not None and isinstance(quant_config.quant_dtype, str):
+            raise ValueError(
+                f"activations quantised to {quant_config.quant_dtype} are not supported; use fp8 or unquantised experts, "
+                "or another --all2all-backend"
+            )
         self.fp8 = manager.choice.settings.fp8 and quant_config is not None and _is_fp8_block128(quant_config)
         self.payload = "fp32" if moe.in_dtype == torch.float32 else "bf16"
         self.buffer: EpBuffer | None = None
@@ -216,11 +221,7 @@ class EpStandard(EpPrepareAndFinalize):
         return weights
 
     def _incoming(self, sent: Dispatched, quant_config: Any, defer_input_quant: bool) -> mk.PrepareResultType:
-        rows, scales = sent.rows, sent.scales
-        if scales is None and not defer_input_quant and rows.numel():
-            rows, scales = moe_kernel_quantize_input(
-                rows, quant_config.a1_scale, quant_config.quant_dtype, False, quant_config.block_shape
-            )
+        rows, scales = _quantised(sent, quant_config, defer_input_quant)
         counts = mk.ExpertTokensMetadata(expert_num_tokens=sent.counts, expert_num_tokens_cpu=None)
         assert sent.topk_ids is not None
         return rows, scales, counts, self._ids(sent.topk_ids), sent.topk_weights
@@ -270,16 +271,8 @@ class EpBatched(EpPrepareAndFinalize):
         return torch.ones_like(weights) if already_applied else weights
 
     def _incoming(self, sent: Dispatched, quant_config: Any, defer_input_quant: bool) -> mk.PrepareResultType:
-        rows, scales = sent.rows, sent.scales
-        if scales is None and not defer_input_quant and quant_config.quant_dtype is not None:
-            flat, scales = moe_kernel_quantize_input(
-                rows.flatten(0, 1),
-                quant_config.a1_scale,
-                quant_config.quant_dtype,
-                quant_config.per_act_token_quant,
-                quant_config.block_shape,
-            )
-            rows, scales = flat.view(rows.shape), normalize_batched_scales_shape(scales, rows.shape[0])
+        rows, scales = _quantised(sent, quant_config, defer_input_quant)
+        scales = normalize_batched_scales_shape(scales, rows.shape[0])
         counts = mk.ExpertTokensMetadata(expert_num_tokens=sent.counts, expert_num_tokens_cpu=None)
         return rows, scales, counts, None, None
 
@@ -289,6 +282,21 @@ class EpBatched(EpPrepareAndFinalize):
         if not isinstance(impl, TopKWeightAndReduceDelegate):
             raise TypeError(f"{type(impl).__name__} weights rows itself, but combine does that in this format")
         return y
+
+
+def _quantised(sent: Dispatched, quant_config: Any, defer: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Received rows and scales, quantised here if they were not on the wire and the experts do not do it themselves."""
+    rows, scales = sent.rows, sent.scales
+    if scales is not None or defer or quant_config.quant_dtype is None or not rows.numel():
+        return rows, scales
+    flat, scales = moe_kernel_quantize_input(
+        rows.flatten(0, -2),
+        quant_config.a1_scale,
+        quant_config.quant_dtype,
+        quant_config.per_act_token_quant,
+        quant_config.block_shape,
+    )
+    return flat.view(rows.shape), scales
 
 
 def _is_fp8_block128(quant_config: Any) -> bool:

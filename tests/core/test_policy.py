@@ -3,13 +3,25 @@
 import pytest
 
 from ep_backend.modes import Family, Mode
-from ep_backend.policy import AUTO, FAMILIES, POLICY, Forward, Role, Situation, decide, family_of, modes_of
+from ep_backend.policy import (
+    AUTO,
+    FAMILIES,
+    POLICY,
+    Forward,
+    Role,
+    Situation,
+    decide,
+    family_of,
+    modes_of,
+)
 
 N, D, L, H = Mode.NORMAL, Mode.DIRECT, Mode.LOW_LATENCY, Mode.HYBRID
 ROOMY = {N: 4096, D: 4096, L: 4096, H: 4096}
 
 
-def situation(role=Role.PREFILL, forward=Forward.MIXED, tokens=100, capacity=ROOMY, top_k=8, **rest) -> Situation:
+def situation(
+    role=Role.PREFILL, forward=Forward.MIXED, tokens=100, capacity=ROOMY, top_k=8, **rest
+) -> Situation:
     return Situation(role, forward, tokens, capacity, top_k, **rest)
 
 
@@ -53,7 +65,10 @@ def test_unified_without_decode_modes_generates_in_prefill_modes():
 
 
 def test_unified_falls_back_when_the_decode_slots_are_too_few():
-    assert decide(situation(Role.UNIFIED, Forward.VERIFY, tokens=768, capacity={L: 512, D: 4096})).mode is D
+    assert (
+        decide(situation(Role.UNIFIED, Forward.VERIFY, tokens=768, capacity={L: 512, D: 4096})).mode
+        is D
+    )
 
 
 def test_estimates_decide_decode_across_nodes_and_are_named():
@@ -78,17 +93,28 @@ def test_a_wish_of_the_roles_own_modes_is_granted(mode):
 
 @pytest.mark.parametrize(("role", "wish"), [(Role.PREFILL, L), (Role.DECODE, N), (Role.DECODE, D)])
 def test_a_wish_of_the_other_family_is_refused(role, wish):
-    with pytest.raises(ValueError, match=rf"mode {wish.value} does not serve role {role.value}; use .*auto"):
+    with pytest.raises(
+        ValueError, match=rf"mode {wish.value} does not serve role {role.value}; use .*auto"
+    ):
         decide(situation(role, wish=wish))
 
 
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        (situation(wish=N, capture=True), "normal cannot be captured in a graph .*; use direct, hybrid, or no graphs"),
+        (
+            situation(wish=N, capture=True),
+            "normal cannot be captured in a graph .*; use direct, hybrid, or no graphs",
+        ),
         (situation(wish=D, capacity={N: 8}), "mode direct has no capacity; give it max_tokens"),
-        (situation(wish=D, tokens=65, capacity={D: 64}), "65 tokens exceed max_tokens=64 of mode direct; raise it"),
-        (situation(tokens=5000), "no mode can carry a mixed batch of role prefill: 5000 tokens exceed max_tokens=4096"),
+        (
+            situation(wish=D, tokens=65, capacity={D: 64}),
+            "65 tokens exceed max_tokens=64 of mode direct; raise it",
+        ),
+        (
+            situation(tokens=5000),
+            "no mode can carry a mixed batch of role prefill: 5000 tokens exceed max_tokens=4096",
+        ),
     ],
 )
 def test_impossible_batches_name_value_rule_and_fix(case, message):

@@ -1,0 +1,151 @@
+"""The rank's agent over HTTP, its refusals, and the watchdog."""
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from ep_backend.agent import Agent, Identity
+from ep_backend.control.flip import Flip
+from ep_backend.watchdog import EXIT_CODE, Watchdog
+
+WHO = Identity("demo", "prefill", 1, 2, 2, "vllm 0.32.0")
+
+
+class Buffer:
+    def __init__(self, mode: str, epoch: int, failed: str | None = None) -> None:
+        self.mode, self.epoch, self.failed = mode, epoch, failed
+
+    def stats(self):
+        counters = {
+            "dispatches": self.epoch,
+            "combines": self.epoch,
+            "tokens": 10,
+            "slots_high_water": self.epoch,
+            "records": {"local": 1, "scale_up": 2, "scale_out": 3, "forwarded": 4},
+        }
+        return {
+            "mode_executed": self.mode,
+            "epoch": self.epoch,
+            "failed": self.failed,
+            "modes": {self.mode: counters},
+            "wait_s": {"0": 0.5},
+            "timeouts": 0,
+        }
+
+    def propose(self, token):
+        pass
+
+    def agreed(self):
+        return 0
+
+
+@pytest.fixture
+def agent():
+    started: list[Agent] = []
+
+    def start(*buffers, host="127.0.0.1", port=0, key=None):
+        flip = Flip("auto", buffers=lambda: buffers, check=lambda wish: None)
+        started.append(Agent(WHO, host=host, port=port, key=key, flip=flip, buffers=lambda: buffers))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.stop()
+
+
+def status(agent: Agent, **headers: str) -> httpx.Response:
+    return httpx.get(f"http://127.0.0.1:{agent.port}/status", headers=headers, timeout=10)
+
+
+def test_status_says_who_answers_and_what_was_executed(agent):
+    body = status(agent(Buffer("direct", 7))).json()
+    assert body["deployment"] == "demo"
+    assert body["rank"] == 1 and body["world_size"] == 2
+    assert body["mode_desired"] == "auto" and body["mode_executed"] == "direct"
+    assert body["epoch"] == 7 and body["failed"] is None
+    assert body["modes"]["direct"]["records"]["scale_out"] == 3
+
+
+def test_counters_are_sums_over_buffers(agent):
+    body = status(agent(Buffer("direct", 7), Buffer("direct", 5), Buffer("normal", 9, "rank 0 stalled"))).json()
+    assert body["modes"]["direct"]["dispatches"] == 12
+    assert body["modes"]["direct"]["slots_high_water"] == 7
+    assert body["modes"]["direct"]["records"] == {"local": 2, "scale_up": 4, "scale_out": 6, "forwarded": 8}
+    assert body["mode_executed"] == "normal"
+    assert body["failed"] == "rank 0 stalled"
+
+
+def test_status_before_the_first_buffer(agent):
+    body = status(agent()).json()
+    assert body["mode_executed"] is None and body["epoch"] == 0 and body["modes"] == {}
+
+
+def test_a_key_is_asked_for(agent):
+    one = agent(key="secret")
+    assert status(one).status_code == 401
+    assert status(one, Authorization="Bearer wrong").status_code == 401
+    assert status(one, Authorization="Bearer secret").status_code == 200
+
+
+def test_a_reachable_host_needs_a_key(agent):
+    with pytest.raises(ValueError, match=r"agent_host=0.0.0.0 can be reached from other machines; set agent_key"):
+        agent(host="0.0.0.0")
+    assert status(agent(host="0.0.0.0", key="secret"), Authorization="Bearer secret").status_code == 200
+
+
+def test_a_taken_port_is_named(agent):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"agent port {port} on 127.0.0.1 is taken; choose another agent_port"):
+            agent(port=port)
+
+
+def test_stop_frees_the_port(agent):
+    first = agent()
+    port = first.port
+    first.stop()
+    assert status(agent(port=port)).status_code == 200
+
+
+def watch(failure, **options):
+    ended: list[int] = []
+    dog = Watchdog(failure, poll_s=0.01, end=ended.append, **options)
+    dog.start()
+    return dog, ended
+
+
+def test_watchdog_ends_the_process_of_a_failed_buffer(caplog):
+    failed = threading.Event()
+    dog, ended = watch(lambda: "combine: peer=1" if failed.is_set() else None)
+    time.sleep(0.1)
+    assert dog.is_alive() and not ended
+    failed.set()
+    dog.join(5)
+    assert ended == [EXIT_CODE]
+    assert "combine: peer=1" in caplog.text
+
+
+def test_watchdog_leaves_time_to_an_exception_being_handled():
+    dog, ended = watch(lambda: "failed", grace_s=30.0)
+    time.sleep(0.1)
+    assert not ended
+    dog.stop()
+    dog.join(5)
+    assert not dog.is_alive() and not ended
+
+
+def test_watchdog_ends_a_process_whose_main_thread_is_stuck():
+    program = (
+        "import time; from ep_backend.watchdog import Watchdog; Watchdog(lambda: 'peer 3', poll_s=0.05).start(); "
+        "time.sleep(60)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert done.returncode == EXIT_CODE
+    assert "peer 3" in done.stderr
