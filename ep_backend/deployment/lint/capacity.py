@@ -6,11 +6,12 @@ from pathlib import Path
 from ep_backend.deployment.batches import batch_limit, tokens_a_sequence
 from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
-from ep_backend.deployment.resolve import buffer_config
+from ep_backend.deployment.resolve import Group, buffer_config
 from ep_backend.deployment.schema import Deployment
 from ep_backend.layout import MAX_TOP_K, SCALE_GROUP
 from ep_backend.plan.calibration import calibrations, read_counts, recalibrated
 from ep_backend.plan.memory import memory
+from ep_backend.plan.model import ModelShape
 
 WASTE = 4
 HIGHEST_FRACTION = 0.95
@@ -137,18 +138,18 @@ def check_measurements(deployment: Deployment, views: list[RoleView]) -> Iterato
         if file is not None and (fault := _fault(place[-1], file, views)):
             yield problem("EP131", place, fault, "see docs/plan.md")
     for view in views:
-        if routing.kind == "group_limited" and view.shape and view.group and not aligned(view):
+        if routing.kind != "group_limited" or view.shape is None or view.group is None:
+            continue
+        if not aligned_groups(view.shape, view.group, view.role.ep.redundant_experts):
             what = f"is group_limited, but {view.name}'s {view.group.ranks} ranks do not line up with the groups"
             yield problem("EP132", ("model", "routing", "kind"), what, "use uniform")
 
 
-def aligned(view: RoleView) -> bool:
+def aligned_groups(shape: ModelShape, group: Group, redundant: int) -> bool:
     """Does every rank and node hold whole groups of experts, or part of one?"""
-    assert view.shape is not None and view.group is not None
-    shape, spare = view.shape, view.role.ep.redundant_experts
     per_group = shape.experts // shape.groups
-    places = [shape.experts // view.group.ranks, shape.experts // view.group.nodes]
-    return not spare and all(per_group % own == 0 or own % per_group == 0 for own in places)
+    places = [shape.experts // group.ranks, shape.experts // group.nodes]
+    return not redundant and all(own and (per_group % own == 0 or own % per_group == 0) for own in places)
 
 
 def largest_bucket(view: RoleView) -> tuple[str, int]:
