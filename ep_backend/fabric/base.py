@@ -42,10 +42,10 @@ class Call:
     weights: torch.Tensor  # [T, K] fp32
     sms: int | None
     host_counts: bool  # rows are cut to the exact count, which the host waits for
-    split: bool = False  # the phase under way is send only: its receive phase comes later, behind other work
     repeats: Call | None = None  # an earlier call with the same routing, whose counts are known
     received: Received | None = None
     state: Any = field(default=None)  # the fabric's own
+    split: bool = False  # the phase under way is send only: its receive phase comes later, behind other work
 
     @property
     def tokens(self) -> int:
