@@ -4,7 +4,9 @@
 // ones are under way. A rank signals every channel of every peer, also with no rows: the words of an epoch say that this
 // rank has read all its dispatch slots of that epoch.
 #include "ep/progress.cuh"
+#include "ep/routing.cuh"
 #include "ep/rows.cuh"
+#include "ep/stage.cuh"
 
 namespace ep {
 
@@ -14,6 +16,7 @@ struct Shared {
   u64 epoch;
   bool stopped;
   Progress progress;
+  u64 bars[kWarps];
 };
 
 // One channel index of every source: lane s holds what source s sent in it.
@@ -47,18 +50,24 @@ struct Units {
   __device__ __forceinline__ u32 turns() const { return u32(ceil_div(total(), workers)); }   // of a worker, at most
 };
 
-__device__ __forceinline__ void return_row(const Args& a, int source, i64 record, Part p) {
-  i64 bytes = combine_record_bytes(Payload(a.payload), a.hidden);
+__device__ __forceinline__ void return_row(const Args& a, Stage& stage, int source, i64 record, int part, int lane) {
+  i64 bytes = combine_record_bytes(Payload(a.payload), a.hidden), row_bytes = 2 * a.hidden;
   i64 target = reinterpret_cast<const int*>(a.target)[record];
   u64 to = a.heap[source] + a.area + target / a.max_tokens * a.area_segment + target % a.max_tokens * bytes;
+  Range run = share(int(row_bytes), part, int(a.send_parts));
   if (not a.masked) {
-    copy_row(to, a.y + record * 2 * a.hidden, int(2 * a.hidden), p, load_input);
+    stage.load(a.y + record * row_bytes + run.first, run.last - run.first, lane);
+    stage.await();
+    if (lane == 0) bulk_store(to + run.first, stage.at, run.last - run.first);
+    bulk_commit();
+    bulk_await_stored();
     return;
   }
-  int row = p.lane < a.top_k ? reinterpret_cast<const int*>(a.position)[record * a.top_k + p.lane] : -1;
-  float weight = p.lane < a.top_k ? reinterpret_cast<const float*>(a.pick_weight)[record * a.top_k + p.lane] : 0.f;
-  sum_rows(to, a.hidden, __ballot_sync(kFullWarp, row >= 0), p, load_input, [&](int k) {
-    return Term{a.y + i64(__shfl_sync(kFullWarp, row, k)) * 2 * a.hidden, __shfl_sync(kFullWarp, weight, k)};
+  i64 pick = record * a.top_k + lane;
+  int row = lane < a.top_k ? reinterpret_cast<const int*>(a.position)[pick] : -1;
+  float weight = lane < a.top_k ? reinterpret_cast<const float*>(a.pick_weight)[pick] : 0.f;
+  sum_rows(to, run, __ballot_sync(kFullWarp, row >= 0), lane, load_input, [&](int k) {
+    return Term{a.y + i64(__shfl_sync(kFullWarp, row, k)) * row_bytes, __shfl_sync(kFullWarp, weight, k)};
   });
 }
 
@@ -84,8 +93,8 @@ __device__ __forceinline__ void publish(const Args& a, Shared& sh, int channel, 
   }
 }
 
-__device__ __forceinline__ void send(const Args& a, Shared& sh, int warp, int lane) {
-  u32 workers = u32(a.send_warps) - 1, turns = 0;
+__device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, int warp, int lane) {
+  u32 workers = u32(a.senders), turns = 0;
   bool publisher = warp == int(workers);
   int channels = kChannels;
   for (int channel = blockIdx.x; channel < channels; channel += gridDim.x) {
@@ -100,7 +109,7 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, int warp, int la
       for (u32 unit = warp; unit < u.total(); unit += workers) {
         u32 pair = unit / u.parts, source = pair % u.ranks, k = pair / u.ranks;
         int count = __shfl_sync(kFullWarp, r.count, source), slot = __shfl_sync(kFullWarp, r.base + r.begin, source) + k;
-        if (k < count) return_row(a, source, slot, {int(unit % u.parts), int(u.parts), lane});
+        if (k < count) return_row(a, stage, source, slot, int(unit % u.parts), lane);
         sh.progress.finish(warp, ++done, lane);
       }
       sh.progress.finish(warp, turns + u.turns(), lane);
@@ -116,15 +125,16 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, int warp, int la
 }
 
 // Copy j of a token is that of the j-th rank that got it.
-__device__ __forceinline__ void sum_token(const Args& a, i64 token, int copies, Part p) {
+__device__ __forceinline__ void sum_token(const Args& a, i64 token, int copies, int part, int lane) {
   u64 first = a.heap[a.rank] + a.area + token * combine_record_bytes(Payload(a.payload), a.hidden);
   u32 set = copies == 32 ? kFullWarp : below(copies);
-  sum_rows(a.out + token * 2 * a.hidden, a.hidden, set, p, load_vec,
+  i64 row_bytes = 2 * a.hidden;
+  sum_rows(a.out + token * row_bytes, share(int(row_bytes), part, int(a.receive_parts)), set, lane, load_vec,
            [&](int j) { return Term{first + j * a.area_segment, 1.f}; });
 }
 
 __device__ __forceinline__ bool receive(const Args& a, Shared& sh, int warp, int lane) {
-  int workers = kWarps - int(a.receive_from), parts = int(a.receive_parts);
+  int workers = int(a.receivers), parts = int(a.receive_parts);
   u64 intent = load_relaxed_sys(own_word(a, a.intent, a.rank));
   int channels = int(intent >> kSignatureBits & (kChannels - 1)) + 1;
   bool peer = lane < a.ranks;
@@ -148,7 +158,7 @@ __device__ __forceinline__ bool receive(const Args& a, Shared& sh, int warp, int
         bool ok = not expected or await(before + __popc(to & below(i)) + 1);
         if (not __all_sync(kFullWarp, ok)) return false;
         __syncwarp();   // what one lane acquired, all lanes read
-        sum_token(a, first + i, __popc(__ballot_sync(kFullWarp, expected)), {unit % parts, parts, lane});
+        sum_token(a, first + i, __popc(__ballot_sync(kFullWarp, expected)), unit % parts, lane);
       }
       before += __popc(to);
     }
@@ -169,6 +179,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_combine(const _
     bool stopped = given_up(a, Op::kCombine, 0, lane);
     if (lane == 0) sh.stopped = stopped;
   }
+  if (warp == 2 and lane < kWarps) mbarrier_init(&sh.bars[lane]);
   if (threadIdx.x == 0) {
     LaneState* state = reinterpret_cast<LaneState*>(a.state);
     u64 epoch = load_relaxed_sys(&state->epoch);
@@ -184,8 +195,10 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_combine(const _
   }
   __syncthreads();
   if (not sh.stopped) {
-    if (warp < a.send_warps) send(a, sh, warp, lane);
-    if (warp >= a.receive_from and not receive(a, sh, warp - int(a.receive_from), lane)) sh.stopped = true;
+    Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
+    int receiver = warp - int(a.receive_from);
+    if (a.senders != 0 and warp <= a.senders) send(a, sh, stage, warp, lane);
+    if (receiver >= 0 and receiver < a.receivers and not receive(a, sh, receiver, lane)) sh.stopped = true;
     __syncthreads();
   }
   if (sh.stopped and a.out != 0) fill_nan(a.out, a.tokens * 2 * a.hidden);

@@ -3,14 +3,18 @@
 // A block is one channel: its tokens are consecutive, their records take consecutive slots of this rank's segment at
 // each destination, and the block signals by itself how far it has come. Nothing waits for another block. Sending and
 // receiving warps share a block, or run one after the other, or in two launches with the caller's work in between.
+// Rows pass through shared memory by bulk copies, which keeps many bytes in flight with few warps.
 #include <cuda_fp8.h>
 
 #include "ep/progress.cuh"
+#include "ep/routing.cuh"
 #include "ep/rows.cuh"
+#include "ep/stage.cuh"
 
 namespace ep {
 
-constexpr int kPublishTokens = 8;   // tokens between two signals of a channel
+constexpr int kPublishTokens = 8;        // tokens between two signals of a channel
+constexpr int kPlanner = kWarps - 1;     // the warp that learns who sends how much, while others send
 
 struct Offsets {   // a Record whose fields fit 32 bits, its payload's bytes and how many words of scales
   int scales, ids, weights, source, bytes, row, words;
@@ -22,9 +26,9 @@ struct Shared {
   int begin[kMaxRanks], end[kMaxRanks];   // by destination: slots of this channel
   int base[kMaxRanks + 1];                // by source: its first row; behind the last, all rows
   int channels[kMaxRanks];                // by source
-  int rows[kWarps][2][kMaxTopK];          // by team, and turn about: the masked rows of its record
   bool stopped;                           // the buffer has failed
   Progress progress;
+  u64 bars[kWarps];
 };
 
 // A record's address at each destination: lane r holds that of rank r; `set` says which count.
@@ -38,119 +42,112 @@ __device__ __forceinline__ void to_each(const Targets& t, Store store) {
   for (u32 left = t.set; left != 0; left &= left - 1) store(__shfl_sync(kFullWarp, t.address, __ffs(left) - 1));
 }
 
-// Rows go as they are: one part of the row.
-__device__ __forceinline__ void send_row(const Targets& t, u64 row, int bytes, Part p) {
-  for_vectors<kUnroll>(
-      bytes / 16, p, [&](int at) { return load_input(reinterpret_cast<const Vec*>(row) + at); },
-      [&](const int (&at)[kUnroll], const bool (&there)[kUnroll], const Vec (&v)[kUnroll]) {
-        to_each(t, [&](u64 record) {
-#pragma unroll
-          for (int i = 0; i < kUnroll; ++i)
-            if (there[i]) store_vec(reinterpret_cast<Vec*>(record) + at[i], v[i]);
-        });
-      });
-}
-
-// 512 channels a step, 16 a lane, so that 8 lanes share a scale: scale = max(|x|, 1e-4) / 448, rounded up to a power of
-// two for UE8M0.
-__device__ __forceinline__ void send_cast_row(const Args& a, const Targets& t, u64 row, const Offsets& f, Part p) {
-  const int lane = p.lane, part = p.part, parts = p.parts;
-  bool ue8m0 = a.payload == i64(Payload::kFp8Ue8m0);
-  int hidden = int(a.hidden), steps = (hidden + 511) / 512, groups = hidden / int(kScaleGroup);
-  for (int first = part; first < steps; first += 2 * parts) {
-    Vec in[2][2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      int channel = (first + i * parts) * 512 + lane * 16;
-      const Vec* from = reinterpret_cast<const Vec*>(row + 2 * channel);
-      bool there = channel < hidden;
-      in[i][0] = there ? load_input(from) : Vec{};
-      in[i][1] = there ? load_input(from + 1) : Vec{};
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      int step = first + i * parts, channel = step * 512 + lane * 16;
-      if (step >= steps) break;
-      float amax = 1e-4f;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        float2 x = unpack(in[i][j / 4].v[j % 4]);
-        amax = fmaxf(amax, fmaxf(fabsf(x.x), fabsf(x.y)));
-      }
-      for (int d = 1; d < 8; d *= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, d));
-      float scale = __fdiv_rn(amax, 448.f);
-      u32 exponent = 0;
-      if (ue8m0) {
-        u32 bits = __float_as_uint(scale);
-        exponent = (bits >> 23) + ((bits & 0x7fffff) != 0);   // scale > 0 is normal: amax has a floor
-        scale = __uint_as_float(exponent << 23);
-      }
-      float inverse = __fdiv_rn(1.f, scale);
-      Vec out;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float2 lo = unpack(in[i][j / 2].v[j % 2 * 2]), hi = unpack(in[i][j / 2].v[j % 2 * 2 + 1]);
-        u32 l = __nv_cvt_float2_to_fp8x2({lo.x * inverse, lo.y * inverse}, __NV_SATFINITE, __NV_E4M3);
-        u32 h = __nv_cvt_float2_to_fp8x2({hi.x * inverse, hi.y * inverse}, __NV_SATFINITE, __NV_E4M3);
-        out.v[j] = l | h << 16;
-      }
-      Vec s;   // the step's four scales, or four exponents in one word
-#pragma unroll
-      for (int g = 0; g < 4; ++g) s.v[g] = __shfl_sync(kFullWarp, ue8m0 ? exponent : __float_as_uint(scale), g * 8);
-      int here = groups - step * 4 < 4 ? groups - step * 4 : 4;
-      u32 packed = s.v[0] | (here > 1 ? s.v[1] << 8 : 0) | (here > 2 ? s.v[2] << 16 : 0) | (here > 3 ? s.v[3] << 24 : 0);
-      to_each(t, [&](u64 record) {
-        if (channel < hidden) store_vec(reinterpret_cast<void*>(record + channel), out);
-        u32* scales = reinterpret_cast<u32*>(record + f.scales);
-        if (ue8m0) {
-          if (lane == 0) scales[step] = packed;
-        } else if (here == 4) {
-          if (lane == 0) store_vec(scales + 4 * step, s);
-        } else if (lane < here) {
-          scales[4 * step + lane] = lane == 0 ? s.v[0] : lane == 1 ? s.v[1] : s.v[2];
-        }
-      });
-    }
-  }
-}
-
-// One part of a token, to every rank of the set; the first part carries what is not payload.
-__device__ __forceinline__ void send_token(const Args& a, const Targets& t, const Offsets& f, i64 token, Part p) {
-  const int lane = p.lane;
-  if (a.cast) {
-    send_cast_row(a, t, a.x + token * 2 * a.hidden, f, p);
-  } else {
-    send_row(t, a.x + token * f.row, f.row, p);
-  }
-  if (p.part != 0) return;
-  int width = a.cast ? 0 : f.words;
-  for (int first = 0; first < width; first += 32) {
-    int g = first + lane;
-    u32 v = g < width ? reinterpret_cast<const u32*>(a.scales_in)[token * width + g] : 0;
-    to_each(t, [&](u64 record) {
-      if (g < width) reinterpret_cast<u32*>(record + f.scales)[g] = v;
-    });
-  }
-  bool has = lane < a.top_k;
-  int id = has ? pick(a, token, lane) : -1;
-  float weight = has ? reinterpret_cast<const float*>(a.weights)[token * a.top_k + lane] : 0.f;
-  to_each(t, [&](u64 record) {
-    if (has) {
-      reinterpret_cast<int*>(record + f.ids)[lane] = id;
-      reinterpret_cast<float*>(record + f.weights)[lane] = weight;
-    }
-    if (lane == 0) *reinterpret_cast<int*>(record + f.source) = int(a.rank * a.max_tokens + token);
-  });
-}
-
 __device__ __forceinline__ u64 segment(const Args& a, int rank, int source) {
   return a.heap[rank] + a.slots + source * a.slot_segment;
 }
 
+// What a warp reads of a token: a run of the row, in bytes.
+__device__ __forceinline__ Range input_run(const Args& a, const Offsets& f, int part) {
+  int parts = int(a.send_parts);
+  if (a.cast) {   // in steps of 512 channels
+    int steps = (f.row + 511) / 512;
+    return {steps * part / parts * 1024, min(steps * (part + 1) / parts * 1024, 2 * f.row)};
+  }
+  return share(f.row, part, parts);
+}
+__device__ __forceinline__ u64 input_row(const Args& a, const Offsets& f, i64 token) {
+  return a.x + token * (a.cast ? 2 : 1) * f.row;
+}
+
+// 16 channels a lane and step, so that 8 lanes share a scale: scale = max(|x|, 1e-4) / 448, rounded up to a power of two
+// for UE8M0. `run` lies in the stage; scales gather behind it and leave together.
+__device__ __forceinline__ void send_cast(const Args& a, const Targets& t, const Offsets& f, const Stage& stage, Range run,
+                                          int lane) {
+  bool ue8m0 = a.payload == i64(Payload::kFp8Ue8m0);
+  u32* scales = reinterpret_cast<u32*>(stage.at + (run.last - run.first));
+  for (int at = 0; at < run.last - run.first; at += 1024) {
+    bool there = at + lane * 32 < run.last - run.first;
+    Vec in[2] = {};
+    if (there) {
+      in[0] = stage.get<Vec>(at + lane * 32);
+      in[1] = stage.get<Vec>(at + lane * 32 + 16);
+    }
+    float amax = 1e-4f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      float2 x = unpack(in[j / 4].v[j % 4]);
+      amax = fmaxf(amax, fmaxf(fabsf(x.x), fabsf(x.y)));
+    }
+#pragma unroll
+    for (int d = 1; d < 8; d *= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, d));
+    float scale = __fdiv_rn(amax, 448.f);
+    u32 exponent = 0;
+    if (ue8m0) {
+      u32 bits = __float_as_uint(scale);
+      exponent = (bits >> 23) + ((bits & 0x7fffff) != 0);   // scale > 0 is normal: amax has a floor
+      scale = __uint_as_float(exponent << 23);
+    }
+    float inverse = __frcp_rn(scale);
+    Vec out;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float2 lo = unpack(in[j / 2].v[j % 2 * 2]), hi = unpack(in[j / 2].v[j % 2 * 2 + 1]);
+      u32 l = __nv_cvt_float2_to_fp8x2({lo.x * inverse, lo.y * inverse}, __NV_SATFINITE, __NV_E4M3);
+      u32 h = __nv_cvt_float2_to_fp8x2({hi.x * inverse, hi.y * inverse}, __NV_SATFINITE, __NV_E4M3);
+      out.v[j] = l | h << 16;
+    }
+    to_each(t, [&](u64 record) {
+      if (there) store_vec(reinterpret_cast<void*>(record + (run.first + at) / 2 + lane * 16), out);
+    });
+    if (ue8m0) {
+      exponent = there ? exponent : 0;
+      u32 packed = __shfl_sync(kFullWarp, exponent, 0) | __shfl_sync(kFullWarp, exponent, 8) << 8 |
+                   __shfl_sync(kFullWarp, exponent, 16) << 16 | __shfl_sync(kFullWarp, exponent, 24) << 24;
+      if (lane == 0) scales[at / 1024] = packed;
+    } else if (lane % 8 == 0 and there) {
+      scales[at / 256 + lane / 8] = __float_as_uint(scale);
+    }
+  }
+  __syncwarp();
+  int first = run.first / (ue8m0 ? 1024 : 256), count = (run.last - run.first + (ue8m0 ? 1023 : 255)) / (ue8m0 ? 1024 : 256);
+  to_each(t, [&](u64 record) {
+    for (int g = lane; g < count; g += 32) reinterpret_cast<u32*>(record + f.scales)[first + g] = scales[g];
+  });
+}
+
+// Whatever is not payload, in one run of words: ids, weights, rows (the receiver's) and source.
+__device__ __forceinline__ void send_picks(const Args& a, const Targets& t, const Offsets& f, u64 epoch, i64 token, int lane) {
+  int top_k = int(a.top_k);
+  for (int first = 0; first < 3 * top_k + 1; first += 32) {
+    int w = first + lane;
+    u32 word = 0;
+    if (w < top_k) {
+      i64 id = raw_pick(a, token * top_k + w);
+      if (id < -1 or id >= a.local_experts * a.ranks) report(a, Fault::kBadId, Op::kDispatch, epoch, int(a.rank), token, id);
+      word = is_expert(a, id) ? u32(id) : ~0u;
+    } else if (w < 2 * top_k) {
+      word = reinterpret_cast<const u32*>(a.weights)[token * top_k + w - top_k];
+    } else if (w == 3 * top_k) {
+      word = u32(a.rank * a.max_tokens + token);
+    }
+    __syncwarp();
+    to_each(t, [&](u64 record) {
+      if (w <= 3 * top_k) reinterpret_cast<u32*>(record + f.ids)[w] = word;
+    });
+  }
+  for (int first = 0; first < (a.cast ? 0 : f.words); first += 32) {
+    int g = first + lane;
+    u32 v = g < f.words ? reinterpret_cast<const u32*>(a.scales_in)[token * f.words + g] : 0;
+    to_each(t, [&](u64 record) {
+      if (g < f.words) reinterpret_cast<u32*>(record + f.scales)[g] = v;
+    });
+  }
+}
+
 // How many records of earlier channels, and of this one, go to each rank. By all sending warps.
 __device__ __forceinline__ void count_records(const Args& a, Shared& sh, Range mine, int warp, int lane) {
-  int before = 0, all = 0;
-  for (int first = warp * 32; first < mine.last; first += int(a.send_warps) * 32) {
+  int before = 0, all = 0, warps = int(a.senders) + 1;
+  for (int first = warp * 32; first < mine.last; first += warps * 32) {
     u32 to = block_of_tokens(a, first, mine.last, lane);
     int split = mine.first - first;   // tokens of this block that belong to earlier channels
     before += __popc(split >= 32 ? to : split > 0 ? to & below(split) : 0);
@@ -160,12 +157,12 @@ __device__ __forceinline__ void count_records(const Args& a, Shared& sh, Range m
     atomicAdd(&sh.begin[lane], before);
     atomicAdd(&sh.end[lane], all);
   }
-  barrier(kSendBarrier, int(a.send_warps) * 32);
+  barrier(kSendBarrier, warps * 32);
 }
 
 // Tells every rank what this block writes, then how far it has come. One warp, lane r for rank r.
-__device__ __forceinline__ void publish(const Args& a, Shared& sh, Range mine, int workers, int lane) {
-  int channel = blockIdx.x, channels = gridDim.x;
+__device__ __forceinline__ void publish(const Args& a, Shared& sh, Range mine, int lane) {
+  int channel = blockIdx.x, channels = gridDim.x, workers = int(a.senders), parts = int(a.send_parts);
   bool peer = lane < a.ranks;
   int begin = peer ? sh.begin[lane] : 0, count = peer ? sh.end[lane] - begin : 0;
   i64 row = a.rank * (kChannels + 1);
@@ -177,7 +174,7 @@ __device__ __forceinline__ void publish(const Args& a, Shared& sh, Range mine, i
     fence_sys();
     if (peer) store_relaxed_sys(heap_word(a, lane, a.stream_begin, row + channels), signal_word(sh.epoch, begin + count));
   }
-  int tokens = mine.last - mine.first, published = 0, base = 0, parts = int(a.send_parts);
+  int tokens = mine.last - mine.first, published = 0, base = 0;
   u32 to = block_of_tokens(a, mine.first, mine.last, lane);
   for (int block = 0;;) {   // tokens of the channel before the 32 that `to` describes
     int complete = min(tokens, int(sh.progress.complete(workers, lane)) / parts);
@@ -200,32 +197,30 @@ __device__ __forceinline__ void publish(const Args& a, Shared& sh, Range mine, i
 }
 
 __device__ __forceinline__ void announce(const Args& a, Shared& sh, int lane) {
-  u64 said = u64(a.signature) | u64(gridDim.x - 1) << kSignatureBits |
-             load_relaxed_sys(reinterpret_cast<const u64*>(a.proposal)) << kProposalBits;
+  Control* control = reinterpret_cast<Control*>(a.control);
+  u64 said = u64(a.signature) | u64(gridDim.x - 1) << kSignatureBits | load_relaxed_sys(&control->proposal) << kProposalBits;
   if (lane < a.ranks) store_relaxed_sys(heap_word(a, lane, a.intent, a.rank), signal_word(sh.epoch, said));
   if (lane != 0) return;
   i64 at = stat_mode(a.ranks, a.mode) + kStatRows * a.ranks;
   add_stat(a, at, 1);
   add_stat(a, at + 2, a.tokens);
   atomicMax(stats(a) + at + 3, u64(a.tokens));
-  Control* control = reinterpret_cast<Control*>(a.control);
   control->mode = a.mode + 1;
   control->epoch = sh.epoch;
 }
 
-__device__ __forceinline__ void check_ids(const Args& a, Shared& sh, i64 token, int lane) {
-  if (lane >= a.top_k) return;
-  i64 at = token * a.top_k + lane;
-  i64 id = a.ids64 ? reinterpret_cast<const i64*>(a.ids)[at] : reinterpret_cast<const int*>(a.ids)[at];
-  if (id < -1 or id >= a.local_experts * a.ranks) report(a, Fault::kBadId, Op::kDispatch, sh.epoch, int(a.rank), token, id);
-}
-
-__device__ __forceinline__ void send(const Args& a, Shared& sh, int warp, int lane) {
+__device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, int warp, int lane) {
+  const Offsets& f = sh.f;
   Range mine = channel_tokens(a.tokens, blockIdx.x, gridDim.x);
-  int workers = int(a.send_warps) - 1, parts = int(a.send_parts);
+  int workers = int(a.senders), parts = int(a.send_parts), units = (mine.last - mine.first) * parts;
+  auto fetch = [&](int unit) {
+    Range run = input_run(a, f, unit % parts);
+    if (unit < units) stage.load(input_row(a, f, mine.first + unit / parts) + run.first, run.last - run.first, lane);
+  };
+  if (warp < workers) fetch(warp);   // under way while records are counted
   if (blockIdx.x == 0 and warp == workers) announce(a, sh, lane);
   count_records(a, sh, mine, warp, lane);
-  if (warp == workers) return publish(a, sh, mine, workers, lane);
+  if (warp == workers) return publish(a, sh, mine, lane);
 
   int slot = lane < a.ranks ? sh.begin[lane] : 0;
   u64 own = lane < a.ranks ? segment(a, lane, int(a.rank)) : 0;
@@ -235,9 +230,18 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, int warp, int la
     int stop = (min(first + 32, mine.last) - mine.first) * parts;
     for (; unit < stop; unit += workers) {
       int i = unit / parts - (first - mine.first), part = unit % parts;
-      Targets t{own + i64(slot + __popc(to & below(i))) * sh.f.bytes, __ballot_sync(kFullWarp, to >> i & 1)};
-      if (part == 0) check_ids(a, sh, first + i, lane);
-      if (t.set != 0) send_token(a, t, sh.f, first + i, {part, parts, lane});
+      Targets t{own + i64(slot + __popc(to & below(i))) * f.bytes, __ballot_sync(kFullWarp, to >> i & 1)};
+      if (part == 0) send_picks(a, t, f, sh.epoch, first + i, lane);
+      Range run = input_run(a, f, part);
+      stage.await();
+      if (a.cast) {
+        send_cast(a, t, f, stage, run, lane);
+      } else {
+        if (t.set >> lane & 1) bulk_store(t.address + run.first, stage.at, run.last - run.first);
+        bulk_commit();
+        bulk_await_stored();
+      }
+      fetch(unit + workers);
       sh.progress.finish(warp, ++done, lane);
     }
     slot += __popc(to);
@@ -288,130 +292,87 @@ __device__ __forceinline__ bool receive_plan(const Args& a, Shared& sh, int lane
   return true;
 }
 
-// What is not payload: ids and weights of this rank's experts, counts, and what combine will need. One warp;
-// masked: `rows` gets each pick's row, -1 for other ranks' experts and for repeated ones.
-__device__ __forceinline__ void place_picks(const Args& a, const Offsets& f, u64 from, i64 record, int* rows, int lane) {
+// The record in the stage becomes rows; what combine needs of it goes to the call's own memory. Lane k for pick k.
+__device__ __forceinline__ void place(const Args& a, const Offsets& f, const Stage& stage, i64 record, int lane) {
   bool has = lane < a.top_k;
-  int id = has ? reinterpret_cast<const volatile int*>(from + f.ids)[lane] : -1;
-  float weight = has ? reinterpret_cast<const volatile float*>(from + f.weights)[lane] : 0.f;
-  int source = *reinterpret_cast<const volatile int*>(from + f.source);
+  int id = has ? stage.get<int>(f.ids + 4 * lane) : -1;
+  float weight = has ? stage.get<float>(f.weights + 4 * lane) : 0.f;
   int each = int(a.local_experts), rank = id >= 0 ? id / each : -1;
   u32 ranks = __reduce_or_sync(kFullWarp, rank >= 0 ? 1u << rank : 0);
   bool mine = rank == a.rank;
   int local = mine ? id - int(a.rank) * each : -1;
   if (lane == 0)
     reinterpret_cast<int*>(a.target)[record] =
-        __popc(ranks & below(int(a.rank))) * int(a.max_tokens) + source % int(a.max_tokens);
+        __popc(ranks & below(int(a.rank))) * int(a.max_tokens) + stage.get<int>(f.source) % int(a.max_tokens);
   int* counts = reinterpret_cast<int*>(a.counts);
+  i64 pick = record * a.top_k + lane;
   if (not a.masked) {
+    if (lane == 0) bulk_store(a.rows + record * f.row, stage.at, f.row);
     if (has) {
-      reinterpret_cast<int*>(a.out_ids)[record * a.top_k + lane] = local;
-      reinterpret_cast<float*>(a.out_weights)[record * a.top_k + lane] = mine ? weight : 0.f;
+      reinterpret_cast<int*>(a.out_ids)[pick] = local;
+      reinterpret_cast<float*>(a.out_weights)[pick] = mine ? weight : 0.f;
     }
     if (mine) atomicAdd(counts + local, 1);
+    for (int g = lane; g < f.words; g += 32)
+      reinterpret_cast<u32*>(a.scales)[record * f.words + g] = stage.get<u32>(f.scales + 4 * g);
     return;
   }
   // A pick that repeats an earlier one takes no row; its weight joins the first one's.
   u32 same = __match_any_sync(kFullWarp, local);
+  int capacity = int(a.ranks * a.max_tokens), at = 0;
   bool first = mine and __ffs(same) - 1 == lane;
+  if (first) {
+    at = atomicAdd(counts + local, 1);
+    bulk_store(a.rows + (i64(local) * capacity + at) * f.row, stage.at, f.row);
+  }
   float sum = 0.f;
   for (int k = 0; k < a.top_k; ++k) {
     float w = __shfl_sync(kFullWarp, weight, k);
     if (same >> k & 1) sum += w;
   }
-  int row = first ? local * int(a.ranks * a.max_tokens) + atomicAdd(counts + local, 1) : -1;
-  if (not has) return;
-  rows[lane] = row;
-  reinterpret_cast<int*>(a.position)[record * a.top_k + lane] = row;
-  reinterpret_cast<float*>(a.pick_weight)[record * a.top_k + lane] = sum;
-}
-
-__device__ __forceinline__ void place_compact(const Args& a, const Offsets& f, u64 from, i64 row, Part p) {
-  if (p.part == 0) place_picks(a, f, from, row, nullptr, p.lane);
-  copy_row(a.rows + row * f.row, from, f.row, p, load_vec);
-  if (p.part != 0) return;
-  for (int g = p.lane; g < f.words; g += 32)
-    reinterpret_cast<u32*>(a.scales)[row * f.words + g] = reinterpret_cast<const volatile u32*>(from + f.scales)[g];
-}
-
-// One row for each distinct local expert. The first loads are under way while the team's first warp takes the rows.
-// False if a warp of the team has given up.
-__device__ __forceinline__ bool place_masked(const Args& a, const Offsets& f, u64 from, i64 record, int* rows, Part p,
-                                             bool ok) {
-  bool known = false;
-  auto know = [&] {
-    if (known) return;
-    known = true;
-    if (ok and p.part == 0) place_picks(a, f, from, record, rows, p.lane);
-    ok = team_agrees(ok, p);
-  };
-  for_vectors<kUnroll>(
-      ok ? f.row / 16 : 0, p, [&](int at) { return load_vec(reinterpret_cast<const Vec*>(from) + at); },
-      [&](const int (&at)[kUnroll], const bool (&there)[kUnroll], const Vec (&v)[kUnroll]) {
-        know();
-        for (int k = 0; ok and k < a.top_k; ++k) {
-          int row = rows[k];
-          if (row < 0) continue;
-#pragma unroll
-          for (int i = 0; i < kUnroll; ++i)
-            if (there[i]) store_vec(reinterpret_cast<Vec*>(a.rows + i64(row) * f.row) + at[i], v[i]);
-        }
-      });
-  know();
-  if (not ok) return false;
-  int capacity = int(a.ranks * a.max_tokens);
-  for (int g = p.part * 32 + p.lane; g < f.words; g += 32 * p.parts) {
-    u32 v = reinterpret_cast<const volatile u32*>(from + f.scales)[g];
-    for (int k = 0; k < a.top_k; ++k) {
-      int row = rows[k];
-      if (row < 0) continue;
-      i64 column = i64(row / capacity) * f.words + g;
-      reinterpret_cast<u32*>(a.scales)[column * a.scale_stride + row % capacity] = v;
-    }
+  if (has) {
+    reinterpret_cast<int*>(a.position)[pick] = first ? local * capacity + at : -1;
+    reinterpret_cast<float*>(a.pick_weight)[pick] = sum;
   }
-  return true;
+  i64 column = i64(local) * f.words * a.scale_stride + at;
+  for (u32 left = f.words != 0 ? __ballot_sync(kFullWarp, first) : 0; left != 0; left &= left - 1) {
+    i64 to = __shfl_sync(kFullWarp, column, __ffs(left) - 1);
+    for (int g = lane; g < f.words; g += 32)
+      reinterpret_cast<u32*>(a.scales)[to + g * a.scale_stride] = stage.get<u32>(f.scales + 4 * g);
+  }
 }
 
-// The records of one source's channel, taken in turns by the teams that serve the source.
-__device__ __forceinline__ bool receive_channel(const Args& a, Shared& sh, int source, int channel, int member,
-                                                int members, int team, int& turn, Part p) {
-  i64 word = source * (kChannels + 1) + channel;
-  u64 lo = wait_word(a, Op::kDispatch, source, a.stream_begin, word, sh.epoch, 0);
-  u64 hi = wait_word(a, Op::kDispatch, source, a.stream_begin, word + 1, sh.epoch, 0);
-  if (not team_agrees(__all_sync(kFullWarp, lo != 0 and hi != 0), p)) return false;
-  int begin = int(signal_count(lo)), end = int(signal_count(hi)), arrived = 0;
-  for (int slot = begin + member; slot < end; slot += members, turn ^= 1) {
-    bool ok = true;
+// The records of one source's channel, taken in turns by the warps that serve the source.
+__device__ __forceinline__ bool receive_channel(const Args& a, Shared& sh, Stage& stage, int source, int channel, int member,
+                                                int members, int lane) {
+  i64 words = source * (kChannels + 1) + channel, tails = source * kChannels + channel;
+  u64 word = 1;   // lane 0: the first slot, 1: behind the last, 2: how far the source has come
+  if (lane < 2) word = wait_word(a, Op::kDispatch, source, a.stream_begin, words + lane, sh.epoch, 0);
+  if (lane == 2) word = wait_word(a, Op::kDispatch, source, a.stream_tail, tails, sh.epoch, 0);
+  if (not __all_sync(kFullWarp, word != 0)) return false;
+  int count = int(signal_count(word));
+  int begin = __shfl_sync(kFullWarp, count, 0), end = __shfl_sync(kFullWarp, count, 1), arrived = __shfl_sync(kFullWarp, count, 2);
+  for (int slot = begin + member; slot < end; slot += members) {
     if (slot - begin >= arrived) {
-      u64 tail = wait_word(a, Op::kDispatch, source, a.stream_tail, source * kChannels + channel, sh.epoch, slot - begin + 1);
-      ok = __all_sync(kFullWarp, tail != 0);
+      u64 tail = wait_word(a, Op::kDispatch, source, a.stream_tail, tails, sh.epoch, slot - begin + 1);
+      if (not __all_sync(kFullWarp, tail != 0)) return false;
       arrived = int(__shfl_sync(kFullWarp, u32(signal_count(tail)), 0));
-      __syncwarp();
     }
-    u64 from = segment(a, int(a.rank), source) + i64(slot) * sh.f.bytes;
-    i64 record = sh.base[source] + slot;
-    if (a.masked) {
-      if (not place_masked(a, sh.f, from, record, sh.rows[team][turn], p, ok)) return false;
-    } else {
-      if (not ok) return false;
-      place_compact(a, sh.f, from, record, p);
-    }
+    stage.load(segment(a, int(a.rank), source) + i64(slot) * sh.f.bytes, sh.f.bytes, lane);
+    stage.await();
+    place(a, sh.f, stage, sh.base[source] + slot, lane);
+    bulk_commit();
+    bulk_await_read();
   }
   return true;
 }
 
-__device__ __forceinline__ bool receive(const Args& a, Shared& sh, int warp, int lane) {
-  int warps = kWarps - int(a.receive_from), parts = int(a.receive_parts);
-  bool planned = warp != 0 or receive_plan(a, sh, lane);
-  if (not barrier_and(kReceiveBarrier, warps * 32, planned)) return false;
-  int team = warp / parts, teams = warps / parts, groups = min(int(a.ranks), teams), turn = 0;
-  Part p{warp % parts, parts, lane, team};
-  if (team >= teams) return true;
-  for (int source = team % groups; source < a.ranks; source += groups) {
-    int members = (teams - team % groups + groups - 1) / groups;
+__device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage, int warp, int lane) {
+  int warps = int(a.receivers), groups = min(int(a.ranks), warps);
+  int members = (warps - warp % groups + groups - 1) / groups;
+  for (int source = warp % groups; source < a.ranks; source += groups)
     for (int channel = blockIdx.x; channel < sh.channels[source]; channel += gridDim.x)
-      if (not receive_channel(a, sh, source, channel, team / groups, members, team, turn, p)) return false;
-  }
+      if (not receive_channel(a, sh, stage, source, channel, warp / groups, members, lane)) return false;
   if (a.fill) {   // nobody knows the number of rows, so the ids behind the last one must say that there is nothing
     i64 first = sh.base[a.ranks] * a.top_k, last = a.ranks * a.max_tokens * a.top_k;
     for (i64 i = first + (i64(blockIdx.x) * warps + warp) * 32 + lane; i < last; i += i64(gridDim.x) * warps * 32) {
@@ -428,11 +389,12 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_dispatch(const 
   using namespace ep;
   __shared__ Shared sh;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (threadIdx.x < kMaxRanks) sh.begin[lane] = sh.end[lane] = sh.progress.done[lane] = 0;
+  if (threadIdx.x < 32) sh.begin[lane] = sh.end[lane] = sh.progress.done[lane] = 0;
   if (warp == 1) {
     bool stopped = given_up(a, Op::kDispatch, 0, lane);
     if (lane == 0) sh.stopped = stopped;
   }
+  if (warp == 2 and lane < kWarps) mbarrier_init(&sh.bars[lane]);
   if (threadIdx.x == 0) {
     sh.epoch = load_relaxed_sys(&reinterpret_cast<LaneState*>(a.state)->epoch);
     Record f = record(Payload(a.payload), a.hidden, a.top_k);
@@ -441,12 +403,22 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_dispatch(const 
   }
   __syncthreads();
   if (not sh.stopped) {
-    if (warp < a.send_warps) send(a, sh, warp, lane);
-    if (warp >= a.receive_from and not receive(a, sh, warp - int(a.receive_from), lane)) sh.stopped = true;
+    Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
+    int receiver = warp - int(a.receive_from);
+    bool receives = receiver >= 0 and receiver < a.receivers, plans = warp == kPlanner and a.receivers != 0;
+    bool ok = not plans or receive_plan(a, sh, lane);
+    if (a.senders != 0 and warp <= a.senders) send(a, sh, stage, warp, lane);
+    if (receives or plans) {
+      bool planner_receives = kPlanner - a.receive_from < a.receivers;
+      ok = barrier_and(kReceiveBarrier, 32 * (int(a.receivers) + not planner_receives), ok);
+      stage.at = stage_memory + a.receive_at + receiver * a.receive_stage;
+      if (receives) ok = ok and receive(a, sh, stage, receiver, lane);
+      if (not ok) sh.stopped = true;
+    }
     __syncthreads();
   }
   if (sh.stopped) {   // nothing that was not received may look like data
-    i64 bytes = (a.masked ? a.local_experts : 1) * a.ranks * a.max_tokens * payload_bytes(Payload(a.payload), a.hidden);
-    fill_nan(a.rows, bytes);
+    i64 rows = (a.masked ? a.local_experts : 1) * a.ranks * a.max_tokens;
+    fill_nan(a.rows, rows * sh.f.row);
   }
 }

@@ -79,7 +79,11 @@ class Workload:
         else:
             live = got.topk_ids >= 0
             factor = torch.where(live, (1.0 + (got.topk_ids + first).float() / c.experts) * got.topk_weights, 0.0).sum(1)[:, None]
-        self.y = (rows * factor).nan_to_num(0.0).to(torch.bfloat16)
+        answer = (rows * factor).nan_to_num(0.0).to(torch.bfloat16)
+        if self.y is None or self.y.shape != answer.shape:
+            self.y = answer
+        else:
+            self.y.copy_(answer)  # a captured combine reads it there
 
     def poison(self) -> None:
         if self.got is not None:
@@ -140,6 +144,10 @@ def rounds(me: Rank, w: Workload, count: int) -> tuple[list[float], list[float]]
         for e in marks[1:]:
             times[0].append(e[0].elapsed_time(e[1]) * 1e3)
             times[1].append(e[1].elapsed_time(e[2]) * 1e3)
+    w.poison()
+    steps[0]()
+    w.experts()
+    steps[1]()
     w.check()
     return times
 

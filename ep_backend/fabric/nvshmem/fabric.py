@@ -16,7 +16,7 @@ from ep_backend.errors import EpDisagree, EpError, EpFailed, EpTimeout, WaitReco
 from ep_backend.fabric.base import Call, Received
 from ep_backend.fabric.meeting import Meeting
 from ep_backend.fabric.nvshmem import launch, world
-from ep_backend.fabric.nvshmem.launch import WARPS, Args, Kernel
+from ep_backend.fabric.nvshmem.launch import STAGE_BYTES, Args, Kernel, Roles
 from ep_backend.layout import Payload
 from ep_backend.modes import Layout, Mode
 from ep_backend.stats import BufferStats
@@ -73,16 +73,18 @@ class NvshmemFabric:
         # One block a multiprocessor and lane is resident whatever the lanes' order, so blocks may await peers' blocks.
         resident = torch.cuda.get_device_properties(self.device).multi_processor_count // config.lanes
         self._most_blocks = min(resident, layout.CHANNELS)
-        # Host memory that kernels write: 16 words of error report, then proposal, agreed, and received rows by lane.
+        # Host memory that kernels write: 16 words of error report, then agreed, and received rows by lane.
         self._host = torch.zeros(20, dtype=torch.int64, pin_memory=True)
         self._seen = self._host.numpy()
         counters = 4 * (4 * s.ranks + 4) + s.ranks + s.local_experts
         self._counters = torch.zeros(counters, dtype=torch.int64, device=self.device)
-        self._control = torch.zeros(3, dtype=torch.int64, device=self.device)
+        self._control = torch.zeros(4, dtype=torch.int64, device=self.device)
         self._lanes = torch.tensor([[1, 0]] * config.lanes, dtype=torch.int64, device=self.device)
         self._side = torch.cuda.Stream(self.device)
         self._one = torch.ones(1, dtype=torch.int64, pin_memory=True)
         self._reason: str | None = None
+        self._proposal = 0
+        self._role_cache: dict[tuple[object, ...], Roles] = {}
         control = max(layout.lane_offset(s, i) + layout.lane(s).dispatch for i in range(config.lanes))
         self._heap = world.Heap(self.allocated_bytes, control, meeting)
         self._args = {
@@ -98,6 +100,9 @@ class NvshmemFabric:
             )
         if config.ranks > launch.MAX_RANKS:
             raise ValueError(f"{config.ranks} ranks; the peer kernels serve up to {launch.MAX_RANKS} of one NVLink domain")
+        widest = max(config.shape.record_bytes, config.shape.combine_bytes)
+        if widest * 2 > STAGE_BYTES:
+            raise ValueError(f"hidden={config.hidden}: two rows must fit {STAGE_BYTES} bytes of shared memory")
         if config.rail == "put":
             raise ValueError("rail='put' needs the image of remote puts, which is not there yet; use 'auto'")
         if config.shape.per_expert:
@@ -134,8 +139,7 @@ class NvshmemFabric:
             area_segment=layout.combine_segment(s, 1, tokens),
             payload=payload,
             signature=mode.code << 8 | list(Layout).index(form) << 4 | payload,
-            proposal=host + 8 * 16,
-            agreed=host + 8 * 17,
+            agreed=host + 8 * 16,
         )
 
     # The four phases of a call.
@@ -194,12 +198,11 @@ class NvshmemFabric:
         plan = records.data_ptr()
         target, position = plan + 4 * sizes[0], plan + 4 * (sizes[0] + sizes[1])
         waits = call.host_counts and not masked
-        host_rows = 18 + call.lane
+        host_rows = 17 + call.lane
         if waits:
             self._seen[host_rows] = 0
-        cast = call.scales is None and call.payload in (Payload.FP8, Payload.FP8_UE8M0)
         values = (
-            *(int(masked), int(cast), int(call.ids.dtype == torch.int64), call.tokens),
+            *(int(masked), int(_casts(call)), int(call.ids.dtype == torch.int64), call.tokens),
             *(call.x.data_ptr(), _address(call.scales), call.ids.data_ptr(), call.weights.data_ptr()),
             *(rows.data_ptr(), _address(scales), _address(ids), _address(weights), counts.data_ptr(), stride),
             *(int(not masked and not waits), self._host.data_ptr() + 8 * host_rows if waits else 0),
@@ -214,23 +217,35 @@ class NvshmemFabric:
         return (*state.dispatch[:-2], y.data_ptr(), _address(out))
 
     def _launch(self, op: str, call: Call, state: _State, values: tuple[int, ...], *, send: bool, receive: bool) -> None:
-        small = call.tokens <= SMALL
-        both = send and receive
-        senders = WARPS // 2 if both and not small else WARPS
-        parts = 4 if small else 1
-        state.args.pack(
-            *values,
-            senders if send else 0,
-            (senders if both and not small else 0) if receive else WARPS,
-            parts,
-            parts,
-            int(op == "combine" and receive),
-        )
+        state.args.pack(values, self._roles(op, call, send, receive), op == "combine" and receive)
         self._kernels[op].launch(state.blocks, state.args, launch.stream_of(self.device))
+
+    def _roles(self, op: str, call: Call, send: bool, receive: bool) -> Roles:
+        key = (op, call.payload, call.layout, call.scales is None, call.tokens <= SMALL, send, receive)
+        if key not in self._role_cache:
+            self._role_cache[key] = self._make_roles(op, call, send, receive)
+        return self._role_cache[key]
+
+    def _make_roles(self, op: str, call: Call, send: bool, receive: bool) -> Roles:
+        hidden, small = self.shape.hidden, call.tokens <= SMALL
+        parts = 4 if small else 1
+        if op == "combine":
+            sent = 0 if call.layout is Layout.MASKED else _run(2 * hidden, 16, parts)
+            most, received = (14 if call.layout is Layout.MASKED else 8), 0
+        else:
+            cast = _casts(call)
+            # The cast leaves its scales behind the row.
+            sent = _run(2 * hidden, 1024, parts) + layout.align_up(hidden // 32, 16) if cast else 0
+            sent = sent or _run(layout.payload_bytes(call.payload, hidden), 16, parts)
+            received = layout.record(call.payload, hidden, self.shape.top_k).bytes
+            most = 9 if cast else 6
+        if send and receive and not small:
+            return Roles.together(sent, received, most, parts)
+        return Roles.in_turn(send, receive, sent, received, parts)
 
     def _await_rows(self, call: Call) -> int:
         deadline = time.monotonic() + self.config.timeout_s + 5.0
-        at = 18 + call.lane
+        at = 17 + call.lane
         while not self._seen[at]:
             self._raise_failure()
             if time.monotonic() > deadline:
@@ -244,25 +259,26 @@ class NvshmemFabric:
 
     @property
     def proposal(self) -> int:
-        return int(self._seen[16])
+        return self._proposal
 
     @proposal.setter
     def proposal(self, token: int) -> None:
-        self._seen[16] = token
+        self._proposal = token
+        self._control[:1].fill_(token)
 
     @property
     def agreed(self) -> int:
         if not self.proposal:  # nor can all ranks carry one
             return 0
         torch.cuda.current_stream(self.device).synchronize()
-        return int(self._seen[17])
+        return int(self._seen[16])
 
     def refuse(self, lane: int, epoch: int, reason: str) -> None:
         """Peers are not told: kernels number rounds on the device, so a corrected call takes the same epoch."""
         log.warning("rank %d refused a dispatch in lane %d: %s", self.rank, lane, reason)
 
     def executed(self) -> tuple[Mode | None, int]:
-        _, mode, epoch = self._control.tolist()
+        _, _, mode, epoch = self._control.tolist()
         return (list(Mode)[mode - 1] if mode else None), epoch
 
     def abort(self, reason: str) -> None:
@@ -324,6 +340,15 @@ class NvshmemFabric:
         if self._heap.base:
             torch.cuda.synchronize(self.device)  # kernels end: their waits are bounded
         self._heap.close(min(self.config.timeout_s, 5.0))
+
+
+def _casts(call: Call) -> bool:
+    return call.scales is None and call.payload is not Payload.BF16
+
+
+def _run(row: int, step: int, parts: int) -> int:
+    """Most bytes of a row that is dealt out to so many warps in steps."""
+    return layout.align_up(min(row, layout.ceil_div(layout.ceil_div(row, step), parts) * step), 16)
 
 
 def _address(t: torch.Tensor | None) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,6 +14,7 @@ from ep_backend.fabric.nvshmem.world import check, driver
 
 MAX_RANKS = 32
 WARPS = 24
+STAGE_BYTES = 220 << 10  # shared memory that a block's warps share for bulk copies
 IMAGES = Path(__file__).resolve().parents[2] / "images"
 
 # Fields of Args behind heap[MAX_RANKS], in order, 64 bits each. LANE ones are the same for every call of a lane and mode.
@@ -21,13 +22,14 @@ LANE = (
     *("rank", "ranks", "local_experts", "top_k", "hidden", "control", "report", "stats", "timeout_ns"),
     *("lane", "mode", "max_tokens", "state"),
     *("intent", "stream_begin", "stream_tail", "stream_returned", "expert_arrival", "returned"),
-    *("slots", "slot_segment", "area", "area_segment", "payload", "signature", "proposal", "agreed"),
+    *("slots", "slot_segment", "area", "area_segment", "payload", "signature", "agreed"),
 )
 CALL = (
     *("masked", "cast", "ids64", "tokens", "x", "scales_in", "ids", "weights"),
     *("rows", "scales", "out_ids", "out_weights", "counts", "scale_stride", "fill", "host_rows"),
     *("plan", "target", "position", "pick_weight", "y", "out"),
-    *("send_warps", "receive_from", "send_parts", "receive_parts", "advance"),
+    *("senders", "receive_from", "receivers", "send_stage", "receive_stage", "receive_at"),
+    *("send_parts", "receive_parts", "advance"),
 )
 _call = struct.Struct(f"{len(CALL)}q")
 _call_at = 8 * (MAX_RANKS + len(LANE))
@@ -44,9 +46,38 @@ class Args:
         self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
         self.address = ctypes.addressof(self._parameters)
 
-    def pack(self, *call: int) -> None:
-        """Values of CALL, in order."""
-        _call.pack_into(self.buffer, _call_at, *call)
+    def pack(self, call: tuple[int, ...], roles: Roles, advance: bool) -> None:
+        """Values of CALL up to the launch's, who does what, and whether the round ends."""
+        _call.pack_into(self.buffer, _call_at, *call, *astuple(roles), advance)
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Who of a block's warps does what, and what shared memory each has; see Args."""
+
+    senders: int
+    receive_from: int
+    receivers: int
+    send_stage: int
+    receive_stage: int
+    receive_at: int
+    send_parts: int
+    receive_parts: int
+
+    @classmethod
+    def together(cls, send_stage: int, receive_stage: int, most_senders: int, parts: int) -> Roles:
+        """Sending and receiving warps side by side; the warp between them publishes, the last one plans."""
+        senders = max(1, min(most_senders, (STAGE_BYTES - receive_stage) // max(send_stage, 1)))
+        left = (STAGE_BYTES - senders * send_stage) // max(receive_stage, 1)
+        receivers = min(WARPS - 2 - senders, left)
+        return cls(senders, senders + 1, receivers, send_stage, receive_stage, senders * send_stage, parts, parts)
+
+    @classmethod
+    def in_turn(cls, send: bool, receive: bool, send_stage: int, receive_stage: int, parts: int) -> Roles:
+        """All warps send, then all receive; or one of the two."""
+        stage = max(send_stage * send, receive_stage * receive, 1)
+        senders, receivers = min(WARPS - 2, STAGE_BYTES // stage), min(WARPS, STAGE_BYTES // stage)
+        return cls(senders * send, 0, receivers * receive, stage, stage, 0, parts, parts)
 
 
 class Kernel:
@@ -57,10 +88,12 @@ class Kernel:
         library = check(self._driver.cuLibraryLoadData(_find(image, device).read_bytes(), [], [], 0, [], [], 0))
         kernel = check(self._driver.cuLibraryGetKernel(library, name.encode()))
         self._function = check(self._driver.cuKernelGetFunction(kernel))
+        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(self._driver.cuFuncSetAttribute(self._function, attribute, STAGE_BYTES))
 
     def launch(self, blocks: int, args: Args, stream: int) -> None:
         status = self._driver.cuLaunchKernel(
-            self._function, blocks, 1, 1, 32 * WARPS, 1, 1, 0, stream, args.address, 0
+            self._function, blocks, 1, 1, 32 * WARPS, 1, 1, STAGE_BYTES, stream, args.address, 0
         )[0]
         if int(status) != 0:
             raise EpError(f"launch failed: {status.name}")
@@ -80,6 +113,3 @@ def _find(image: str, device: torch.device) -> Path:
 
 def stream_of(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
-
-
-__all__ = ["Any", "Args", "Kernel", "stream_of"]

@@ -32,7 +32,6 @@ struct Args {
   i64 slots, slot_segment;   // dispatch payload, and bytes of one source's segment
   i64 area, area_segment;    // combine payload, and bytes of one copy's segment
   i64 payload, signature;
-  u64 proposal;          // mapped u64: carried in intent words
   u64 agreed;            // mapped u64: the proposal of all ranks in the last dispatch, else 0
 
   // The call.
@@ -49,12 +48,12 @@ struct Args {
   u64 pick_weight;       // f32 likewise
   u64 y, out;
 
-  // The launch.
-  i64 send_warps;        // warps that send, the last of them publishes; 0: none
-  i64 receive_from;      // first warp that receives; kWarps: none
-  i64 send_parts;        // warps that share one token of the send phase
-  i64 receive_parts;     // and one record of the receive phase
-  i64 advance;           // combine: the lane's epoch ends with this launch
+  // The launch. Warps [0, senders) send and the next one publishes; warps [receive_from, + receivers) receive.
+  i64 senders, receive_from, receivers;   // 0 senders or receivers: not this phase
+  i64 send_stage, receive_stage;          // bytes of shared memory of a sending and a receiving warp
+  i64 receive_at;                         // where the receivers' begins
+  i64 send_parts, receive_parts;          // warps that share a row
+  i64 advance;                            // combine: the lane's epoch ends with this launch
 };
 
 struct LaneState {
@@ -64,6 +63,7 @@ struct LaneState {
 
 // One a buffer.
 struct Control {
+  u64 proposal;      // carried in intent words; the host sets it
   u64 failed;        // nonzero once a wait has ended without its word; kernels then exit at once
   u64 mode, epoch;   // of the last dispatch; the mode plus 1
 };

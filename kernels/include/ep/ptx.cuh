@@ -71,6 +71,32 @@ __device__ __forceinline__ void store_vec(void* p, const Vec& r) {
                ::"l"(p), "r"(r.v[0]), "r"(r.v[1]), "r"(r.v[2]), "r"(r.v[3]) : "memory");
 }
 
+// Bulk copies run in the async proxy. One thread starts a load and all of a warp may wait for it; whoever starts a store
+// commits and awaits it.
+__device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ void mbarrier_init(u64* bar) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(bar)) : "memory");
+}
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void bulk_load(void* to, u64 from, u32 bytes, u64* bar) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)) : "memory");
+}
+__device__ __forceinline__ void bulk_await(u64* bar, u32 parity) {
+  asm volatile(
+      "{ .reg .pred p; L%=: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra L%=; }"
+      ::"r"(shared_address(bar)), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void bulk_store(u64 to, const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+               ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// This thread's stores have left shared memory; or they are where they went, visible to this thread.
+__device__ __forceinline__ void bulk_await_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void bulk_await_stored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 __device__ __forceinline__ u64 nanoseconds() {
   u64 t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));

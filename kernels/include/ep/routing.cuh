@@ -1,29 +1,32 @@
 // Who gets which token, and in which slot. Slots are in token order, so everything is the same from run to run.
 #pragma once
+#include "ep/rows.cuh"
 #include "ep/signal.cuh"
 
 namespace ep {
-
-struct Range { int first, last; };   // [first, last)
 
 // The tokens of one channel. Sender and owner split alike, so a channel's combine rows are those of its tokens.
 __device__ __forceinline__ Range channel_tokens(i64 tokens, int channel, int channels) {
   return {int(tokens * channel / channels), int(tokens * (channel + 1) / channels)};
 }
 
-// One pick's expert, -1 for none. Ids outside the model count as none and are reported.
-__device__ __forceinline__ int pick(const Args& a, i64 token, int k) {
-  i64 at = token * a.top_k + k;
-  i64 id = a.ids64 ? reinterpret_cast<const i64*>(a.ids)[at] : reinterpret_cast<const int*>(a.ids)[at];
-  return id >= 0 and id < a.local_experts * a.ranks ? int(id) : -1;
+// One pick's expert, -1 for none. Ids outside the model count as none and are reported by who sends them.
+__device__ __forceinline__ i64 raw_pick(const Args& a, i64 at) {
+  return a.ids64 ? reinterpret_cast<const i64*>(a.ids)[at] : reinterpret_cast<const int*>(a.ids)[at];
 }
+__device__ __forceinline__ bool is_expert(const Args& a, i64 id) { return u64(id) < u64(a.local_experts * a.ranks); }
 
-// The ranks that own a token's experts, one bit a rank.
+// The ranks that own a token's experts, one bit a rank. Eight loads are in flight.
 __device__ __forceinline__ u32 token_ranks(const Args& a, i64 token) {
   u32 mask = 0, each = u32(a.local_experts);
-  for (int k = 0; k < a.top_k; ++k) {
-    int id = pick(a, token, k);
-    if (id >= 0) mask |= 1u << (u32(id) / each);
+  int top_k = int(a.top_k);
+  for (int first = 0; first < top_k; first += 8) {
+    i64 id[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) id[k] = first + k < top_k ? raw_pick(a, token * top_k + first + k) : -1;
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+      if (is_expert(a, id[k])) mask |= 1u << (u32(id[k]) / each);
   }
   return mask;
 }

@@ -1,50 +1,20 @@
-// Moving and summing rows, a part of a row a warp.
+// Sharing, summing and poisoning rows.
 #pragma once
-#include "ep/routing.cuh"
+#include "ep/args.h"
+#include "ep/ptx.cuh"
 
 namespace ep {
 
-constexpr int kUnroll = 4;
-constexpr int kSendBarrier = 1, kReceiveBarrier = 2, kTeamBarrier = 3;   // named barriers; team t has kTeamBarrier + t
+constexpr int kSendBarrier = 1, kReceiveBarrier = 2;   // named barriers
 
-// This warp's share of a row: vectors part * 32 + lane, and on in steps of parts * 32. Warps that share are a team.
-struct Part {
-  int part, parts, lane, team = 0;
+struct Range {
+  int first, last;   // [first, last)
 };
 
-__device__ __forceinline__ bool team_agrees(bool ok, const Part& p) {
-  if (p.parts > 1) return barrier_and(kTeamBarrier + p.team, 32 * p.parts, ok);
-  __syncwarp();
-  return ok;
-}
-
-// Several independent loads, then what is done with them.
-template <int kCount, typename Load, typename Use>
-__device__ __forceinline__ void for_vectors(int vectors, const Part& p, Load load, Use use) {
-  int stride = 32 * p.parts;
-  for (int first = p.part * 32; first < vectors; first += stride * kCount) {
-    int at[kCount];
-    bool there[kCount];
-    Vec v[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      at[i] = first + i * stride + p.lane;
-      there[i] = at[i] < vectors;
-      if (there[i]) v[i] = load(at[i]);
-    }
-    use(at, there, v);
-  }
-}
-
-template <typename Load>
-__device__ __forceinline__ void copy_row(u64 to, u64 from, int bytes, const Part& p, Load load) {
-  for_vectors<kUnroll>(
-      bytes / 16, p, [&](int at) { return load(reinterpret_cast<const Vec*>(from) + at); },
-      [&](const int (&at)[kUnroll], const bool (&there)[kUnroll], const Vec (&v)[kUnroll]) {
-#pragma unroll
-        for (int i = 0; i < kUnroll; ++i)
-          if (there[i]) store_vec(reinterpret_cast<Vec*>(to) + at[i], v[i]);
-      });
+// One warp's run of a row's bytes.
+__device__ __forceinline__ Range share(int bytes, int part, int parts) {
+  int vectors = bytes / 16;
+  return {vectors * part / parts * 16, vectors * (part + 1) / parts * 16};
 }
 
 __device__ __forceinline__ float2 unpack(u32 bf16x2) {
@@ -61,42 +31,59 @@ struct Term {
   float weight;
 };
 
-// to = sum of weight x row over the terms of `set`, in that order, in fp32, rounded once to bf16.
-// `term(k)` is called by whole warps. Four loads are in flight.
-template <typename Load, typename GetTerm>
-__device__ __forceinline__ void sum_rows(u64 to, i64 hidden, u32 set, const Part& p, Load load, GetTerm term) {
-  constexpr int kTerms = 4;
-  int vectors = int(hidden / 8), stride = 32 * p.parts;
-  for (int first = p.part * 32; first < vectors; first += stride) {
-    int at = first + p.lane;
-    bool there = at < vectors;
+// Up to kTerms terms at once, or, if kVectors is 1, any number in batches.
+template <int kVectors, int kTerms, typename Load, typename GetTerm>
+__device__ __forceinline__ void sum_run(u64 to, Range run, u32 set, int lane, Load load, GetTerm term) {
+  for (int first = run.first + lane * 16; first - lane * 16 < run.last; first += 512 * kVectors) {
     float acc[8] = {};
-    for (u32 left = set; left != 0;) {
-      Vec v[kTerms];
+    u32 left = set;
+    do {
+      Vec v[kTerms][kVectors];
       float w[kTerms];
 #pragma unroll
       for (int i = 0; i < kTerms; ++i) {
-        v[i] = Vec{};
-        w[i] = 0.f;
-        if (left == 0) continue;
-        Term t = term(__ffs(left) - 1);
+        bool there = left != 0;
+        Term t = term(there ? __ffs(left) - 1 : 0);
         left &= left - 1;
-        w[i] = t.weight;
-        if (there) v[i] = load(reinterpret_cast<const Vec*>(t.row) + at);
+        w[i] = there ? t.weight : 0.f;
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j) {
+          v[i][j] = Vec{};
+          if (there and first + 512 * j < run.last) v[i][j] = load(reinterpret_cast<const void*>(t.row + first + 512 * j));
+        }
       }
 #pragma unroll
-      for (int i = 0; i < kTerms; ++i)
+      for (int j = 0; j < kVectors; ++j) {
+        if (kVectors > 1)
+          for (float& x : acc) x = 0.f;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          float2 x = unpack(v[i].v[j]);
-          acc[2 * j] = fmaf(w[i], x.x, acc[2 * j]);
-          acc[2 * j + 1] = fmaf(w[i], x.y, acc[2 * j + 1]);
-        }
-    }
-    Vec out;
+        for (int i = 0; i < kTerms; ++i)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) out.v[j] = pack(acc[2 * j], acc[2 * j + 1]);
-    if (there) store_vec(reinterpret_cast<Vec*>(to) + at, out);
+          for (int q = 0; q < 4; ++q) {
+            float2 x = unpack(v[i][j].v[q]);
+            acc[2 * q] = fmaf(w[i], x.x, acc[2 * q]);
+            acc[2 * q + 1] = fmaf(w[i], x.y, acc[2 * q + 1]);
+          }
+        Vec out;
+#pragma unroll
+        for (int q = 0; q < 4; ++q) out.v[q] = pack(acc[2 * q], acc[2 * q + 1]);
+        if (left == 0 and first + 512 * j < run.last) store_vec(reinterpret_cast<void*>(to + first + 512 * j), out);
+      }
+    } while (left != 0);
+  }
+}
+
+// to = sum of weight x row over the terms of `set`, in that order, in fp32, rounded once to bf16, for one run of the rows.
+// `term(k)` is called by whole warps. Six to eight loads are in flight, whatever the number of terms.
+template <typename Load, typename GetTerm>
+__device__ __forceinline__ void sum_rows(u64 to, Range run, u32 set, int lane, Load load, GetTerm term) {
+  int terms = __popc(set);
+  if (terms <= 2) {
+    sum_run<4, 2>(to, run, set, lane, load, term);
+  } else if (terms <= 4) {
+    sum_run<2, 4>(to, run, set, lane, load, term);
+  } else {
+    sum_run<1, 6>(to, run, set, lane, load, term);
   }
 }
 
