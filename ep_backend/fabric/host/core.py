@@ -74,7 +74,8 @@ def first_picks(ids: Ints) -> Bools:
 def merged_weights(ids: Ints, weights: Floats) -> Floats:
     """[T, K]: for each pick the summed weight of all picks of the same expert in its row."""
     same = (ids[:, :, None] == ids[:, None, :]).astype(np.float32)
-    total: Floats = np.einsum("tij,tj->ti", same, weights)
+    used = np.where(ids >= 0, weights, np.float32(0))  # nobody promises that the others are finite
+    total: Floats = np.einsum("tij,tj->ti", same, used)
     return total
 
 

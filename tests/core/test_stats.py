@@ -1,0 +1,151 @@
+"""Counters are kept where bytes are written, so they must equal what the routing says has to be written."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from ep_backend import layout
+from ep_backend.layout import Payload
+from tests.core import oracle
+from tests.core.pool import World, modes
+from tests.core.rounds import Round
+
+TOPOLOGIES = [(1, 1), (4, 4), (4, 2), (6, 2), (8, 4), (3, 1)]
+
+
+def copies(case: oracle.Case, gpus: int, hops: bool, per_expert: bool) -> list[Counter[str]]:
+    """Records that each rank must write for a dispatch, by path; ``hops``: over a relay between nodes."""
+    written: list[Counter[str]] = [Counter() for _ in range(case.ranks)]
+
+    def write(writer: int, to: int, forwarded: bool = False) -> None:
+        path = "scale_up" if writer // gpus == to // gpus else "scale_out"
+        written[writer]["local" if writer == to else path] += 1
+        written[writer]["forwarded"] += forwarded
+
+    for source, ids in enumerate(case.ids):
+        for row in ids.tolist():
+            experts = {e for e in row if e >= 0}
+            owners = (
+                [e // case.local for e in experts]
+                if per_expert
+                else {e // case.local for e in experts}
+            )
+            if not hops:
+                for owner in owners:
+                    write(source, owner)
+                continue
+            for node in {owner // gpus for owner in owners}:
+                relay = node * gpus + source % gpus
+                if relay != source:
+                    write(source, relay)
+                for owner in owners:
+                    if owner // gpus == node:
+                        write(relay, owner, forwarded=relay != source)
+    return written
+
+
+def answers(case: oracle.Case, gpus: int, hops: bool, per_expert: bool) -> list[Counter[str]]:
+    """Partial sums go back the way their records came."""
+    written: list[Counter[str]] = [Counter() for _ in range(case.ranks)]
+
+    def write(writer: int, to: int, forwarded: bool = False) -> None:
+        path = "scale_up" if writer // gpus == to // gpus else "scale_out"
+        written[writer]["local" if writer == to else path] += 1
+        written[writer]["forwarded"] += forwarded
+
+    for source, ids in enumerate(case.ids):
+        for row in ids.tolist():
+            experts = {e for e in row if e >= 0}
+            owners = (
+                [e // case.local for e in experts]
+                if per_expert
+                else {e // case.local for e in experts}
+            )
+            for owner in owners:
+                write(owner, owner // gpus * gpus + source % gpus if hops else source)
+            if hops:
+                for node in {owner // gpus for owner in owners} - {source // gpus}:
+                    write(node * gpus + source % gpus, source, forwarded=True)
+    return written
+
+
+def counted(world: World, gpus: int, form: str, payload: str) -> dict[str, Any]:
+    """Counters of two equal rounds of each mode on a fresh buffer."""
+    with world.make(gpus_per_node=gpus, low_latency_form=form) as buffer:
+        for mode in modes(world.fabric):
+            case = cases(world.size)[mode]
+            for _ in range(2):
+                Round(world, buffer, case, mode, payload=payload).run()
+        found: dict[str, Any] = buffer.stats()
+        return found
+
+
+def cases(size: int) -> dict[str, oracle.Case]:
+    kinds = {
+        "normal": "uniform",
+        "direct": "duplicates",
+        "low_latency": "duplicates",
+        "hybrid": "holes",
+    }
+    return {
+        mode: oracle.make_case(n, [(5 * r + 3 * n) % 13 for r in range(size)], kind=kind)
+        for n, (mode, kind) in enumerate(kinds.items())
+    }
+
+
+@pytest.mark.parametrize("form", ["per_rank", "per_expert"])
+@pytest.mark.parametrize("size,gpus", TOPOLOGIES, ids=[f"{r}ranks-{g}" for r, g in TOPOLOGIES])
+def test_copies_equal_the_analytic_numbers(ranks: Any, size: int, gpus: int, form: str) -> None:
+    payload, wire = ("bf16", Payload.BF16) if form == "per_rank" else ("fp8", Payload.FP8)
+    record = layout.record(wire, 256, 4).bytes
+    everyone = ranks(size).run(counted, gpus, form, payload)
+    crossed = 0
+    for mode, case in cases(size).items():
+        how = {"gpus": gpus, "hops": mode in ("normal", "hybrid")}
+        how["per_expert"] = mode == "low_latency" and form == "per_expert"
+        sent, back = copies(case, **how), answers(case, **how)
+        for rank, stats in enumerate(everyone):
+            s = stats["modes"][mode]
+            assert (s["dispatches"], s["combines"]) == (2, 2)
+            assert s["tokens"] == 2 * len(case.x[rank]) and s["slots_high_water"] == len(
+                case.x[rank]
+            )
+            for path in ("local", "scale_up", "scale_out", "forwarded"):
+                where = f"{mode}, rank {rank}, {path}"
+                assert s["records"][path] == 2 * sent[rank][path], where
+                assert s["bytes"][path] == 2 * sent[rank][path] * record, where
+                assert s["combine_records"][path] == 2 * back[rank][path], where
+                assert s["combine_bytes"][path] == 2 * back[rank][path] * 256 * 2, where
+            crossed += s["records"]["scale_out"]
+    assert bool(crossed) == (size > gpus), "several nodes mean records between them"
+
+
+def test_copies_a_token_of_the_known_decode_shape() -> None:
+    """4 GPUs of one domain, 256 experts, 8 picks: 2.71 remote copies a token when one goes to a GPU, 6 to an expert."""
+    case = oracle.make_case(0, [2000, 0, 0, 0], experts=256, top_k=8, hidden=8)
+    one = copies(case, 4, False, False)[0]["scale_up"] / 2000
+    each = copies(case, 4, False, True)[0]["scale_up"] / 2000
+    assert abs(one - 2.71) < 0.03 and abs(each - 6.0) < 0.1
+
+
+def rows_by_expert(world: World) -> tuple[list[int], dict[str, Any]]:
+    with world.make() as buffer:
+        want = torch.zeros(buffer.local_experts, dtype=torch.int64)
+        for seed, mode in enumerate(modes(world.fabric)):
+            case = oracle.make_case(seed, [9, 4], kind="zipf")
+            want += Round(world, buffer, case, mode, layout="masked").run().got.counts.cpu()
+        stats = buffer.stats()
+        assert stats["mode_executed"] == modes(world.fabric)[-1]
+        assert stats["epoch"] == len(modes(world.fabric)) and stats["failed"] is None
+        return want.tolist(), stats
+
+
+def test_rows_by_expert_and_json(ranks: Any, fabric: str) -> None:
+    for want, stats in ranks(2, fabric).run(rows_by_expert):
+        assert stats["expert_rows"] == want and sum(want) > 0
+        assert json.loads(json.dumps(stats)) == stats
