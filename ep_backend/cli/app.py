@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from ep_backend.cli import planning
+
 app = typer.Typer(
     help="Expert-parallel all-to-all for vLLM and SGLang: deployments, checks and a demo that needs no GPU.",
     no_args_is_help=True,
@@ -14,6 +16,9 @@ app = typer.Typer(
 )
 
 File = Annotated[Path, typer.Argument(help="the deployment file", show_default=False)]
+
+
+planning.register(app)
 
 
 def main() -> None:

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import JsonValue
-
 from ep_backend.deployment.batches import capacity
 from ep_backend.deployment.processes import free_ports
 from ep_backend.deployment.resolve import group_of
 from ep_backend.deployment.schema import Deployment, Role, RoleName, modes_of
+from ep_backend.deployment.words import flag_words
 
 SETTINGS_VARIABLE = "EP_BACKEND_SETTINGS"
 
@@ -74,7 +73,7 @@ def role_instances(deployment: Deployment, name: RoleName, role: Role, folder: P
         *["--data-parallel-size", str(role.data_parallel)],
         *(["--enable-dbo"] if role.ep.overlap == "dbo" else []),
         *([] if unified else ["--kv-transfer-config", json.dumps(_kv_transfer(deployment, name))]),
-        *_flags(role.flags),
+        *flag_words(role.flags),
     ]
     head = ["--host", host, "--port", str(port)]
     health = f"http://{host}:{port}/health"
@@ -120,20 +119,6 @@ def _kv_transfer(deployment: Deployment, name: RoleName) -> dict[str, str]:
         "kv_role": "kv_producer" if name == "prefill" else "kv_consumer",
         "kv_buffer_device": deployment.topology.device,
     }
-
-
-def _flags(flags: dict[str, JsonValue]) -> list[str]:
-    words: list[str] = []
-    for flag, value in flags.items():
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, dict):
-            words += [f"--{flag}", json.dumps(value)]
-        elif isinstance(value, list):
-            words += [f"--{flag}", *map(str, value)]
-        else:
-            words += [f"--{flag}", str(value)]
-    return words
 
 
 def _without(command: list[str], flag: str) -> list[str]:

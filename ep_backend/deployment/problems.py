@@ -28,10 +28,12 @@ class Finding:
     def name(self) -> str:
         return ".".join(str(part) for part in self.problem.place)
 
+    @property
+    def subject(self) -> str:
+        return f"{self.name}: {self.problem.what}" if self.name else self.problem.what
+
     def __str__(self) -> str:
-        start = f"{self.name}: " if self.name else ""
-        place = f"{self.file}:{self.line}:{self.column}"
-        return f"{place}: {start}{self.problem.what}; {self.problem.fix} [{self.problem.code}]"
+        return f"{self.file}:{self.line}:{self.column}: {self.subject}; {self.problem.fix} [{self.problem.code}]"
 
 
 class DeploymentError(Exception):

@@ -10,6 +10,7 @@ from ep_backend.deployment.presets import models, topologies
 from ep_backend.deployment.schema import Deployment, Model, Role, RoleName, Topology, modes_of
 from ep_backend.plan.model import ModelShape, model_shape
 
+
 class ModelUnknown(Exception):
     """The model's shape cannot be told; the text says why."""
 

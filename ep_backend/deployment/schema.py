@@ -1,11 +1,21 @@
 """What a deployment file may say. The only model of it: later features extend this one."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    JsonValue,
+    WithJsonSchema,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ep_backend.deployment.presets import models, topologies
 from ep_backend.modes import MODES, Family, Mode
@@ -41,20 +51,29 @@ Bytes = Annotated[
 ]
 
 
-def _preset(kind: str, names: Callable[[], Mapping[str, Any]]) -> Any:
+@dataclass(frozen=True)
+class Named:
     """A name of a table that ships with the package."""
 
-    def known(name: str) -> str:
-        if name not in names():
-            raise PydanticCustomError("preset", "{kind} has no preset of that name", {"kind": kind, "names": list(names())})
+    kind: str
+    table: Callable[[], Mapping[str, Any]]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._known, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return handler(schema) | {"enum": list(self.table())}
+
+    def _known(self, name: str) -> str:
+        if name not in self.table():
+            context = {"kind": self.kind, "names": list(self.table())}
+            raise PydanticCustomError("preset", "is no {kind} preset", context)
         return name
 
-    return Annotated[str, AfterValidator(known), WithJsonSchema({"type": "string", "enum": list(names())})]
 
-
-TopologyPreset = _preset("topology", topologies)
-ModelPreset = _preset("model", models)
-CalibrationName = _preset("calibration", calibrations)
+TopologyPreset = Annotated[str, Named("topology", topologies)]
+ModelPreset = Annotated[str, Named("model", models)]
+CalibrationName = Annotated[str, Named("calibration", calibrations)]
 
 
 class Strict(BaseModel):
@@ -84,7 +103,7 @@ class Topology(Strict):
     gpu: str | None = None
     sms: Positive | None = Field(default=None, description="streaming multiprocessors of a GPU")
     hbm: Bytes | None = Field(default=None, description="memory of a GPU")
-    nvlink_domain: Positive | None = Field(default=None, description="GPUs that reach each other over NVLink; default: a node's")
+    nvlink_domain: Positive | None = Field(default=None, description="GPUs joined by NVLink; default: those of a node")
     nvlink_gbs: Rate | None = Field(default=None, description="effective GB/s that a GPU sends over NVLink")
     nic: Nic | None = None
     calibration: CalibrationName | None = Field(default=None, description="of the cost model; default: the preset's")
@@ -227,6 +246,11 @@ class Deployment(Strict):
     target: Target = Target()
 
 
+def json_schema() -> dict[str, Any]:
+    """The schema that deploy/schema/deployment.json holds."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Deployment.model_json_schema()}
+
+
 def modes_of(name: RoleName, mode: ModeName, several_nodes: bool = False) -> list[Mode]:
     """The modes that a role's buffer is made for: its whole family, so that a flip inside it needs no restart.
 
@@ -239,7 +263,5 @@ def modes_of(name: RoleName, mode: ModeName, several_nodes: bool = False) -> lis
     else:
         family = MODES[Mode(mode)].family
     return [
-        candidate
-        for candidate, spec in MODES.items()
-        if spec.family is family or (candidate is Mode.HYBRID and several_nodes)
+        candidate for candidate, spec in MODES.items() if spec.family is family or (candidate is Mode.HYBRID and several_nodes)
     ]

@@ -149,9 +149,7 @@ def _line(key: tuple[Mode, Op, int], points: Sequence[tuple[float, float]], benc
     except ValueError as error:
         raise ValueError(f"{bench}: {mode.value} {op} on {nodes} node(s): {error}") from None
     rate = {"nvlink_gbs" if nodes == 1 else "nic_gbs": result.gbs}
-    return Line(
-        mode=mode, op=op, nodes=nodes, fixed_us=result.fixed_us, error=result.worst_error, basis="measured", **rate
-    )
+    return Line(mode=mode, op=op, nodes=nodes, fixed_us=result.fixed_us, error=result.worst_error, basis="measured", **rate)
 
 
 def _numbered_lines(file: Path) -> Iterable[tuple[int, str]]:

@@ -45,7 +45,7 @@ class Crossing:
 
 
 def miss(total: int, own: int, picks: int) -> float:
-    """Probability that none of `picks` distinct experts out of `total` is one of `own`: C(total-own, picks) / C(total, picks)."""
+    """Probability that no one of `picks` distinct experts out of `total` is one of `own`: C(total-own, K) / C(total, K)."""
     return comb(total - own, picks) / comb(total, picks)
 
 
@@ -129,9 +129,7 @@ def crossing(ids: NDArray[np.integer[Any]], experts: int, ranks: int, nodes: int
 
 def _counted(ids: NDArray[np.integer[Any]], experts: int, ranks: int, nodes: int) -> Copies:
     gpus, by_node = (_hits(ids, experts // places, places).mean(axis=0) for places in (ranks, nodes))
-    return Copies(
-        ids.shape[1], float(gpus.sum()), float(by_node.sum()), *(float(p.max() / p.mean()) for p in (gpus, by_node))
-    )
+    return Copies(ids.shape[1], float(gpus.sum()), float(by_node.sum()), *(float(p.max() / p.mean()) for p in (gpus, by_node)))
 
 
 def _hits(ids: NDArray[np.integer[Any]], experts_a_place: int, places: int) -> NDArray[np.bool_]:
@@ -151,7 +149,9 @@ def _limited_places(experts: int, top_k: int, places: int, groups: int, top_grou
         return places * top_groups / groups * (1 - miss(allowed, per_place, top_k))
     held = groups // places
     hit = sum(
-        comb(held, chosen) * comb(groups - held, top_groups - chosen) / comb(groups, top_groups)
+        comb(held, chosen)
+        * comb(groups - held, top_groups - chosen)
+        / comb(groups, top_groups)
         * (1 - miss(allowed, chosen * per_group, top_k))
         for chosen in range(1, min(held, top_groups) + 1)
     )

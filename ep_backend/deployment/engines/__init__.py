@@ -70,4 +70,6 @@ def _installed_table(engine: str, version: str) -> Table:
     package = Path(str(found.locate_file(engine)))
     root = package.parent
     names = [str(file.relative_to(root)) for glob in GLOBS for file in root.glob(glob)]
-    return from_source(engine, version, names, lambda path: (root / path).read_text(encoding="utf-8"), found.read_text("METADATA") or "")
+    return from_source(
+        engine, version, names, lambda path: (root / path).read_text(encoding="utf-8"), found.read_text("METADATA") or ""
+    )

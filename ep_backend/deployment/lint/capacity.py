@@ -82,7 +82,9 @@ def check_shape(view: RoleView) -> Iterator[Problem]:
     if shape is None or view.group is None or (shape.experts + ep.redundant_experts) % view.group.ranks:
         return
     if shape.top_k > MAX_TOP_K:
-        yield problem("EP107", ("model",), f"picks {shape.top_k} experts a token, must be at most {MAX_TOP_K}", "choose another")
+        yield problem(
+            "EP107", ("model",), f"picks {shape.top_k} experts a token, must be at most {MAX_TOP_K}", "choose another"
+        )
     elif shape.hidden % (SCALE_GROUP if ep.fp8 else 8):
         group = SCALE_GROUP if ep.fp8 else 8
         where = (*view.place, "ep", "fp8") if ep.fp8 else ("model",)

@@ -41,7 +41,9 @@ OWNED_FLAGS = {
 OWNED_ENV = ("EP_BACKEND_SETTINGS", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
 # Variables with these prefixes have a complete list of names; others are not judged.
 OUR_ENV = ("EP_BACKEND_SETTINGS", "EP_BACKEND_FAULT", "EP_BACKEND_ALLOW_UNTESTED_VLLM", "EP_CUDA")
-OTHER_BACKENDS = re.compile(r"SGLANG_(DEEPEP|MORI|NIXL|PPLX)_|VLLM_DEEPEP_|DEEPEP_|EP_(JIT|NUM|DISABLE_GIN|NIC|OVERRIDE|REUSE|BUFFER)_?")
+OTHER_BACKENDS = re.compile(
+    r"SGLANG_(DEEPEP|MORI|NIXL|PPLX)_|VLLM_DEEPEP_|DEEPEP_|EP_(JIT|NUM|DISABLE_GIN|NIC|OVERRIDE|REUSE|BUFFER)_?"
+)
 NVSHMEM_PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 
 
@@ -124,7 +126,9 @@ def check_one_environment(views: list[RoleView]) -> Iterator[Problem]:
             return
     if len(views) == 2 and views[0].role.engine != views[1].role.engine and views[0].image == views[1].image:
         place = (*views[1].place, "engine")
-        yield problem("EP310", place, f"is {views[1].role.engine}, in the environment of {views[0].role.engine}", "give it an image")
+        yield problem(
+            "EP310", place, f"is {views[1].role.engine}, in the environment of {views[0].role.engine}", "give it its image"
+        )
 
 
 def engine_version(view: RoleView) -> str | None:

@@ -20,7 +20,9 @@ LOCAL_BROADCAST = "enable-dp-attention-local-control-broadcast"
 def check_target(deployment: Deployment, views: list[RoleView]) -> Iterator[Problem]:
     target, pod = deployment.target, deployment.target.pod
     if target.kind == "local" and pod.model_fields_set:
-        yield problem("EP407", ("target", "pod"), "is given, but a local target has no pods", "remove it, or choose another kind")
+        yield problem(
+            "EP407", ("target", "pod"), "is given, but a local target has no pods", "remove it, or choose another kind"
+        )
     if target.kind not in KUBERNETES:
         return
     place: Place = ("target", "pod", "shm") if pod.shm else ("target", "pod")
@@ -62,7 +64,9 @@ def check_network(view: RoleView) -> Iterator[Problem]:
     if view.deployment.target.kind == "local":
         return
     if missing := [name for name in SOCKET_VARIABLES if name not in given]:
-        yield problem("EP405", env_place, f"has no {', '.join(missing)}", "set them to the interface that reaches the other nodes")
+        yield problem(
+            "EP405", env_place, f"has no {', '.join(missing)}", "set them to the interface that reaches the other nodes"
+        )
     elif len(set(given.values())) > 1:
         names = ", ".join(f"{name}={value}" for name, value in given.items())
         yield problem("EP405", env_place, f"names different interfaces: {names}", "set all to one interface")

@@ -60,12 +60,14 @@ def check_parallel(view: RoleView) -> Iterator[Problem]:
     elif view.group is None:
         per_node = role.ep.gpus_per_node
         at = (*place, "ep", "gpus_per_node") if per_node else (*place, "data_parallel")
-        what = f"is {per_node}, must divide the {size} EP ranks" if per_node else f"gives {size} EP ranks, no multiple of a domain"
-        yield problem("EP112", at, what, "use a divisor" if per_node else "use whole NVLink domains")
+        if per_node:
+            yield problem("EP112", at, f"is {per_node}, must divide the {size} EP ranks", "use a divisor")
+        else:
+            yield problem("EP112", at, f"gives {size} EP ranks, no multiple of an NVLink domain", "use whole domains")
 
 
 def check_experts(view: RoleView) -> Iterator[Problem]:
-    role, size, spare = view.role, view.role.ep_size, view.role.ep.redundant_experts
+    size, spare = view.role.ep_size, view.role.ep.redundant_experts
     if view.experts and (view.experts + spare) % size:
         total = f"{view.experts} experts" if not spare else f"{view.experts} + {spare} experts"
         missing = -(view.experts + spare) % size

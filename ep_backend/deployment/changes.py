@@ -1,0 +1,106 @@
+"""What differs between two deployments, and what it takes to get from one to the other."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any, Literal
+
+from ep_backend.deployment.resolve import group_of
+from ep_backend.deployment.schema import Deployment, Role, RoleName, modes_of
+from ep_backend.modes import MODES, Mode
+
+Kind = Literal["hot", "drain", "restart"]
+NO_GRAPHS = ("enforce-eager", "disable-cuda-graph")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One value that differs. hot: while it serves; drain: between requests; restart: of the role, or of all if it has none."""
+
+    place: tuple[str, ...]
+    role: RoleName | None
+    old: Any
+    new: Any
+    kind: Kind
+    why: str
+
+
+# The first pattern that fits a place decides; the mode of a role is decided by `_mode_change`.
+CLASSES: tuple[tuple[str, Kind, str], ...] = (
+    ("model.routing*", "hot", "only plan and lint read it"),
+    ("topology.calibration", "hot", "only plan reads it"),
+    ("topology.bench", "hot", "only plan reads it"),
+    ("topology.*_gbs", "hot", "only plan reads it"),
+    ("topology.nic*", "hot", "only plan and lint read it"),
+    ("topology.hbm", "hot", "only plan and lint read it"),
+    ("topology.sms", "hot", "only plan and lint read it"),
+    ("topology.gpu", "hot", "only plan and lint read it"),
+    ("target.*_timeout_s", "hot", "`up`, `down` and `flip` read it themselves"),
+    ("control.flip_timeout_s", "hot", "`flip` reads it itself"),
+    ("roles.*.ep.max_tokens", "restart", "slots are allocated once, and graphs hold their addresses"),
+    ("roles.*.ep.lanes", "restart", "lanes are allocated once"),
+    ("roles.*.ep.redundant_experts", "restart", "every rank's local experts and slots change"),
+    ("roles.*.ep.fp8", "restart", "records and slots have the size of the payload"),
+    ("roles.*.ep.overlap", "restart", "the engine builds its micro-batches at start"),
+    ("roles.*.ep.gpus_per_node", "restart", "the buffer's layout depends on the domains"),
+    ("roles.*.ep.*", "restart", "the buffer is made with it"),
+    ("roles.*.data_parallel", "restart", "the EP group changes size"),
+    ("roles.*.nodes", "restart", "the EP group changes its machines"),
+    ("roles.*.args*", "restart", "the engine reads its flags at start"),
+    ("roles.*.env*", "restart", "a process keeps the environment it was started with"),
+    ("roles.*", "restart", "the role's processes are others"),
+    ("model.*", "restart", "the engines load the model at start"),
+    ("topology.*", "restart", "ranks lie on other machines"),
+    ("router.*", "restart", "the router listens at its address from its start"),
+    ("control.*", "restart", "agents and service listen from their start"),
+    ("target.*", "restart", "the manifests change"),
+    ("name", "restart", "it is another deployment"),
+)
+
+
+def changes(old: Deployment, new: Deployment) -> list[Change]:
+    """Every value that differs, with the least that applies it."""
+    differing = _differences(old.model_dump(mode="json"), new.model_dump(mode="json"))
+    return [_change(old, new, place, was, becomes) for place, was, becomes in differing]
+
+
+def reachable(deployment: Deployment, name: RoleName) -> list[str]:
+    """The modes that a role reaches without a restart: those of its buffer, and auto where that means the same ones."""
+    role = dict(deployment.roles.items())[name]
+    several = group_of(deployment, role).nodes > 1
+    modes = modes_of(name, role.ep.mode, several)
+    return [*(mode.value for mode in modes), *(["auto"] if modes_of(name, "auto", several) == modes else [])]
+
+
+def _change(old: Deployment, new: Deployment, place: tuple[str, ...], was: Any, becomes: Any) -> Change:
+    before, after = dict(old.roles.items()), dict(new.roles.items())
+    name = next((name for name in before if place[:2] == ("roles", name) and name in after), None)
+    if name is not None and place[2:] == ("ep", "mode"):
+        kind, why = _mode_change(old, name, before[name], becomes)
+    else:
+        path = ".".join(place)
+        kind, why = next((kind, why) for pattern, kind, why in CLASSES if fnmatch(path, pattern))
+    return Change(place, name, was, becomes, kind, why)
+
+
+def _mode_change(deployment: Deployment, name: RoleName, role: Role, mode: str) -> tuple[Kind, str]:
+    if mode not in reachable(deployment, name):
+        return "restart", "the buffer was not made for it, or it gives the experts another layout"
+    if deployment.topology.device == "cuda" and not any(role.arg(flag) for flag in NO_GRAPHS) and _captures(role):
+        return "drain", "captured graphs replay their mode: pause, drop them, capture again, resume"
+    return "hot", "the buffer serves both, and all ranks change at the same dispatch"
+
+
+def _captures(role: Role) -> bool:
+    return role.ep.mode == "auto" or MODES[Mode(role.ep.mode)].graph
+
+
+def _differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], place: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    for key in dict.fromkeys([*old, *new]):
+        was, becomes = old.get(key), new.get(key)
+        if isinstance(was, dict) and isinstance(becomes, dict):
+            yield from _differences(was, becomes, (*place, key))
+        elif was != becomes:
+            yield (*place, key), was, becomes

@@ -1,0 +1,87 @@
+"""A plan as tables for a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from ep_backend.plan.model import GIB
+from ep_backend.plan.planner import MemoryPlan, ModePlan, Plan, RolePlan
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """The machines and the model, then for every role its modes, memory and assumptions."""
+    nic = f"{plan.nic_gbs:.0f} GB/s NIC" if plan.nic_gbs else "no NIC"
+    console.print(f"{plan.name}: {plan.gpu or 'GPU'}, {plan.nvlink_gbs:.0f} GB/s NVLink, {nic}", highlight=False)
+    console.print(
+        f"model: hidden {plan.hidden}, {plan.experts} experts, top {plan.top_k}, {plan.moe_layers} MoE layers, "
+        f"{plan.parameters / 1e9:.0f} G parameters",
+        highlight=False,
+    )
+    for name, role in plan.roles.items():
+        _print_role(name, role, console)
+
+
+def _print_role(name: str, role: RolePlan, console: Console) -> None:
+    console.print()
+    table = Table(
+        title=f"{name}: {role.engine}, EP{role.ranks} over {role.nodes} NVLink domain(s), {role.tokens} tokens a rank, "
+        f"{role.payload}; a token reaches {role.gpus_per_token:.2f} GPUs on {role.nodes_per_token:.2f} domains",
+        title_justify="left",
+    )
+    for column in ("mode", "copies", "NIC MB", "NVLink MB", "dispatch us", "combine us", "step ms", "SMs", "buffer"):
+        table.add_column(column, justify="left" if column == "mode" else "right")
+    for mode, numbers in role.modes.items():
+        style = "bold" if mode == role.mode else "" if mode in role.buffer_modes else "dim"
+        table.add_row(mode + (" *" if mode == role.mode else ""), *_cells(numbers), style=style)
+    console.print(table)
+    how = "auto picks it" if role.mode == role.auto else f"auto would pick {role.auto}"
+    console.print(f"* {role.mode}: {how}: {role.auto_reason}", highlight=False)
+    console.print(f"  flips without a restart: {', '.join(role.buffer_modes)}", highlight=False)
+    if role.memory is not None:
+        _print_memory(role.memory, console)
+    for line in role.assumptions:
+        console.print(f"  assumes {line}", style="dim", highlight=False)
+
+
+def _cells(m: ModePlan) -> list[str]:
+    return [
+        f"{m.copies:.2f}",
+        f"{m.nic_bytes / 1e6:.2f}",
+        f"{m.nvlink_bytes / 1e6:.2f}",
+        _band(m.dispatch_us, m.dispatch_us_low, m.dispatch_us_high),
+        _band(m.combine_us, m.combine_us_low, m.combine_us_high),
+        _band(m.step_ms, m.step_ms_low, m.step_ms_high),
+        "-" if m.sms is None else str(m.sms),
+        _size(m.buffer_bytes) + ("" if m.fits is not False else " (too large)"),
+    ]
+
+
+def _print_memory(memory: MemoryPlan, console: Console) -> None:
+    console.print(
+        f"  memory a rank: {_size(memory.hbm)} x {memory.fraction:.2f} = weights {_size(memory.weights)} + buffer "
+        f"{_size(memory.buffer['total'])} + reserve {_size(memory.reserve)} + KV {_size(memory.kv)} "
+        f"({memory.kv_tokens} tokens)",
+        highlight=False,
+    )
+    lane = memory.buffer["lanes"][0]
+    regions = ", ".join(f"{region} {_size(size)}" for region, size in lane.items() if size)
+    lanes = len(memory.buffer["lanes"])
+    console.print(f"  buffer: control {_size(memory.buffer['control'])}, {lanes} lane(s) of {regions}", highlight=False)
+    console.print(
+        f"  fits: {memory.sequences} full-length sequences a rank as configured; at most {memory.largest_batch} with a "
+        f"buffer to match; max_tokens up to {memory.largest_max_tokens} before KV is gone",
+        highlight=False,
+    )
+
+
+def _band(value: float, low: float, high: float) -> str:
+    digits = 0 if value >= 100 else 1
+    return f"{value:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def _size(size: float) -> str:
+    for unit, factor in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(size) >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size:.0f} B"
