@@ -108,6 +108,40 @@ def test_every_rank_maps_exactly_the_heaps(ranks: Any) -> None:
         assert allocated <= mapped < allocated + 2 * page
 
 
+def far_away(world: World) -> None:
+    """Lane 1 lies past 4 GiB of a heap that is mostly untouched."""
+    with world.make(
+        hidden=4096, top_k=1, max_tokens={"direct": 300_000, "low_latency": 8}, payloads=("bf16",)
+    ) as buffer:
+        assert buffer.allocated_bytes > 8 << 30
+        for lane in (0, 1, 0):
+            case = oracle.make_case(lane, [9], hidden=4096, top_k=1)
+            Round(world, buffer, case, "direct", lane=lane).run()
+
+
+def test_offsets_past_4_gib(ranks: Any) -> None:
+    free = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0])
+    if free < 10 << 20:
+        pytest.skip(
+            f"a heap of 9 GiB is refused with {free >> 20} GiB free, though little of it is touched"
+        )
+    ranks(1).run(far_away)
+
+
+def too_much(world: World) -> tuple[str, str]:
+    outcome = attempt(lambda: world.make(max_tokens={"direct": 1 << 22}, hidden=65536))
+    with world.make() as buffer:
+        Round(world, buffer, oracle.make_case(1, [2, 2]), "direct").run()
+    return outcome.error, outcome.message
+
+
+def test_too_much_memory_names_asked_and_free(ranks: Any) -> None:
+    for error, message in ranks(2).run(too_much):
+        assert error == "EpError" and "free" in message and "size_hint" in message
+        numbers = [int(word) for word in message.split() if word.isdigit()]
+        assert any(n > 1 << 40 for n in numbers) and any(1 << 25 < n < 1 << 45 for n in numbers)
+
+
 def transports(world: World) -> str:
     with world.make(gpus_per_node=2) as buffer:
         text: str = buffer.describe()
