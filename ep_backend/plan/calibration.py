@@ -112,15 +112,26 @@ def fit(points: Sequence[tuple[float, float]]) -> Fit:
     return Fit(fixed, 1e-3 / slope, sum(errors) / len(errors), max(errors))
 
 
+class BenchTime(BaseModel):
+    """One operation of a bench row."""
+
+    p50_us: float = Field(gt=0)
+    remote_bytes: float = Field(ge=0, description="what a rank sent to other GPUs")
+    scale_out_bytes: float | None = Field(default=None, ge=0, description="the part to other nodes, where there are several")
+
+
 class BenchRow(BaseModel):
     """What recalibration reads of a row of `ep-backend bench`; further keys are ignored."""
 
     mode: Mode
-    op: Op
     ranks: int = Field(ge=1)
-    gpus_per_node: int = Field(ge=1)
-    p50_us: float = Field(gt=0)
-    remote_bytes: int = Field(ge=1, description="bytes that a rank sent over the bottleneck link")
+    gpus_per_node: int | None = Field(default=None, ge=1, description="absent: all ranks in one NVLink domain")
+    dispatch: BenchTime
+    combine: BenchTime
+
+    @property
+    def nodes(self) -> int:
+        return self.ranks // (self.gpus_per_node or self.ranks)
 
 
 def recalibrated(base: Calibration, bench: Path) -> Calibration:
@@ -131,10 +142,13 @@ def recalibrated(base: Calibration, bench: Path) -> Calibration:
             row = BenchRow.model_validate_json(text)
         except ValidationError as error:
             raise ValueError(f"{bench}:{number}: no row of a bench: {_reasons(error)}") from None
-        nodes = max(row.ranks // row.gpus_per_node, 1)
-        groups[row.mode, row.op, nodes].append((row.remote_bytes, row.p50_us))
+        for op, time in zip(OPS, (row.dispatch, row.combine), strict=True):
+            size = time.remote_bytes if row.nodes == 1 else time.scale_out_bytes
+            if size is None:
+                raise ValueError(f"{bench}:{number}: {op} over {row.nodes} nodes has no scale_out_bytes")
+            groups[row.mode, op, row.nodes].append((size, time.p50_us))
     if not groups:
-        raise ValueError(f"{bench} has no rows; write one with `ep-backend bench --json`")
+        raise ValueError(f"{bench} has no rows; write them with `ep-backend bench`")
     fitted = [_line(key, points, bench) for key, points in groups.items()]
     replaced = {(line.mode, line.op, line.nodes) for line in fitted}
     kept = [line for line in base.lines if (line.mode, line.op, line.nodes) not in replaced]
