@@ -99,8 +99,8 @@ def test_ctrl_c_while_loading_leaves_nothing(workplace: Workplace) -> None:
 def test_a_dead_rank_takes_all_down_and_is_named(workplace: Workplace) -> None:
     child = start_foreground(workplace)
     leaders = sessions(workplace)
-    code, output = workplace.run("status", str(workplace.file), "--json")
-    rank = next(status["pid"] for status in json.loads(output) if status["role"] == "decode")
+    _, output = workplace.run("status", str(workplace.file), "--json")
+    rank = next(role["ranks"][0]["pid"] for role in json.loads(output)["roles"] if role["role"] == "decode")
     os.kill(rank, signal.SIGKILL)
     output, _ = child.communicate(timeout=30)
     assert child.returncode == 1
