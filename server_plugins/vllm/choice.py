@@ -109,7 +109,8 @@ def require_room(choice: Choice, config: Any) -> None:
         return
     parallel = config.parallel_config
     ranks = parallel.data_parallel_size * parallel.prefill_context_parallel_size * parallel.tensor_parallel_size
-    top_k = model.get_num_experts_per_tok()
+    ask = getattr(model, "get_num_experts_per_tok", None)  # not in 0.26
+    top_k = ask() if ask else model.hf_text_config.num_experts_per_tok
     nodes = ranks // (choice.settings.gpus_per_node or ranks)
     BufferConfig.make(
         ranks,
