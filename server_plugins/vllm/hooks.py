@@ -6,6 +6,7 @@ import sys
 import typing
 from collections.abc import Callable
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any
 
 from ep_backend.layout import align_up
@@ -184,7 +185,7 @@ def _replace_prepare_finalize() -> None:
 
     for module in list(sys.modules.values()):
         # vars(): asking a lazy module for an attribute would import what it stands for.
-        if vars(module).get("maybe_make_prepare_finalize") is original:
+        if isinstance(module, ModuleType) and vars(module).get("maybe_make_prepare_finalize") is original:
             module.maybe_make_prepare_finalize = maybe_make_prepare_finalize
 
 
