@@ -1,0 +1,212 @@
+"""A whole deployment's plan: the keys and figures that others rely on, memory, and what auto picks."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ep_backend.deployment.load import load
+from ep_backend.deployment.presets import models, topologies
+from ep_backend.deployment.schema import Deployment
+from ep_backend.plan.calibration import OPS, calibrations
+from ep_backend.plan.memory import memory
+from ep_backend.plan.model import GIB, model_shape
+from ep_backend.plan.planner import Plan, plan
+from ep_backend.modes import Mode
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+EP128 = DEPLOY / "deepseek-v3-h800-ep128.yaml"
+
+
+@pytest.fixture(scope="module")
+def ep128() -> dict[str, Any]:
+    made: dict[str, Any] = json.loads(json.dumps(plan(load(EP128).deployment).as_dict()))
+    return made
+
+
+def unified(ranks: int = 16, tokens: int = 128, topology: str = "h100-nvl8-cx7", **ep: Any) -> Deployment:
+    """A minimal deployment to plan with."""
+    document = {
+        "name": "test",
+        "topology": {"preset": topology, "nodes": 64},
+        "model": {"preset": "deepseek-v3"},
+        "roles": {"unified": {"data_parallel": ranks, "nodes": max(1, ranks // 8), "ep": {"max_tokens": tokens, **ep}}},
+        "target": {"kind": "slurm"},
+    }
+    return Deployment.model_validate(document)
+
+
+def modes(deployment: Deployment) -> dict[str, Any]:
+    return plan(deployment).as_dict()["roles"]["unified"]["modes"]  # type: ignore[no-any-return]
+
+
+def test_the_figures_of_ep128(ep128: dict[str, Any]) -> None:
+    decode = ep128["roles"]["decode"]
+    low_latency, hybrid = decode["modes"]["low_latency"], decode["modes"]["hybrid"]
+    assert low_latency["nic_bytes"] == pytest.approx(7.11e6, rel=5e-4)
+    assert low_latency["dispatch_us"] == pytest.approx(189.6, abs=0.05)
+    assert low_latency["copies"] == 7.5
+    assert hybrid["copies"] == pytest.approx(6.116, abs=5e-4)
+    assert hybrid["nic_bytes"] == pytest.approx(5.91e6, rel=5e-4)
+    assert hybrid["record_bytes"] == 7552
+    assert round(hybrid["bandwidth_us"]) == 129
+    assert decode["gpus_per_token"] == pytest.approx(7.890, abs=5e-4)
+
+
+def test_every_documented_key_is_there_and_no_other(ep128: dict[str, Any]) -> None:
+    """docs/plan.md names each key of the JSON once, in backquotes at the start of a table row."""
+    documented = {
+        line.split("`")[1]
+        for line in (DEPLOY.parent / "docs" / "plan.md").read_text().splitlines()
+        if line.startswith("| `")
+    }
+    keys: set[str] = set()
+
+    def collect(value: object) -> None:
+        if isinstance(value, dict):
+            for key, below in value.items():
+                keys.add(key)
+                if key != "buffer":
+                    collect(below)
+
+    collect(ep128)
+    assert documented == keys - {"prefill", "decode", *(mode.value for mode in Mode)}
+
+
+def test_auto_is_the_faster_mode_over_several_nodes(ep128: dict[str, Any]) -> None:
+    for role in ep128["roles"].values():
+        assert role["auto"] == "hybrid"
+        assert "estimates" in role["auto_reason"]
+    decode = ep128["roles"]["decode"]["modes"]
+    assert decode["hybrid"]["layer_us"] < decode["low_latency"]["layer_us"]
+
+
+def test_auto_takes_low_latency_where_hybrid_saves_too_little() -> None:
+    """On two nodes a token has 4 remote experts on one remote node, but 2 tokens are bound by the fixed part."""
+    role = plan(unified(16, 2, mode="low_latency")).roles["unified"]
+    assert role.auto == "low_latency"
+    assert plan(unified(16, 1024, mode="low_latency")).roles["unified"].auto == "hybrid"
+
+
+def test_auto_leaves_out_what_does_not_fit() -> None:
+    """Slots for 500 000 tokens exceed the GPU, rings do not."""
+    role = plan(unified(8, 500_000, "h200-nvl8-cx7")).roles["unified"]
+    assert (role.auto, role.modes["direct"].fits, role.modes["normal"].fits) == ("normal", False, True)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 4000), st.integers(1, 4000), st.sampled_from([2, 4, 8, 16, 32, 64]))
+def test_times_and_bytes_grow_with_the_batch(one: int, other: int, ranks: int) -> None:
+    fewer, more = (modes(unified(ranks, tokens)) for tokens in sorted((one, other)))
+    for mode in fewer:
+        for key in ("nic_bytes", "nvlink_bytes", "dispatch_us", "combine_us", "step_ms", "buffer_bytes"):
+            assert fewer[mode][key] <= more[mode][key]
+        assert more[mode]["dispatch_us_low"] <= more[mode]["dispatch_us"] <= more[mode]["dispatch_us_high"]
+
+
+def test_fewer_sms_never_make_it_faster() -> None:
+    free, few = modes(unified(16, 4096)), modes(unified(16, 4096, sms=4))
+    assert few["normal"]["bottleneck"] == "sms"
+    assert few["normal"]["dispatch_us"] > free["normal"]["dispatch_us"]
+    assert few["low_latency"]["dispatch_us"] == free["low_latency"]["dispatch_us"]
+
+
+def test_one_domain_sends_nothing_over_the_nic() -> None:
+    for numbers in modes(unified(8)).values():
+        assert numbers["nic_bytes"] == 0
+        assert numbers["copies"] == numbers["nvlink_copies"] > 0
+
+
+def test_nvl72_is_one_domain() -> None:
+    role = plan(unified(32, 128, "gb200-nvl72")).roles["unified"]
+    assert (role.nodes, role.gpus_per_node) == (1, 32)
+
+
+def test_buffer_bytes_are_those_that_the_buffer_allocates() -> None:
+    pytest.importorskip("torch")
+    from ep_backend.buffer import EpBuffer
+
+    deployment = load(EP128).deployment
+    for name, tokens, lanes, ranks, made_for in (
+        ("prefill", 4096, 1, 32, ("normal", "direct", "hybrid")),
+        ("decode", 128, 2, 128, ("low_latency", "hybrid")),
+    ):
+        held = plan(deployment).roles[name].memory
+        assert held is not None
+        assert held.buffer == EpBuffer.size_hint(
+            ranks,
+            hidden=7168,
+            num_experts=256,
+            top_k=8,
+            max_tokens=dict.fromkeys(made_for, tokens),
+            lanes=lanes,
+            payloads=("fp8",),
+            gpus_per_node=8,
+            fabric="nvshmem",
+        )
+
+
+def test_memory_adds_up_and_the_limits_are_the_limits() -> None:
+    deployment = load(EP128).deployment
+    role = deployment.roles.decode
+    assert role is not None
+    shape = model_shape(models()["deepseek-v3"])
+    held = memory(deployment, "decode", role, shape, 128)
+    parts = held.weight_bytes + held.buffer_bytes + held.reserve_bytes + held.kv_bytes
+    assert parts == pytest.approx(0.92 * 80 * GIB)
+    for tokens, fits in ((held.largest_capacity, True), (held.largest_capacity + 1, False)):
+        assert (memory(deployment, "decode", role, shape, tokens).kv_bytes >= 0) is fits
+    for batch, fits in ((held.largest_batch, True), (held.largest_batch + 1, False)):
+        assert (memory(deployment, "decode", role, shape, batch).sequences >= batch) is fits
+
+
+@pytest.mark.parametrize("name", models())
+def test_parameters_are_the_published_ones(name: str) -> None:
+    assert model_shape(models()[name]).parameters == pytest.approx(models()[name]["published_parameters"], rel=0.01)
+
+
+def test_kv_bytes_of_mla_and_of_grouped_queries() -> None:
+    """DeepSeek-V3 caches 512 + 64 numbers a layer, Qwen3-235B 2 x 4 heads of 128."""
+    assert model_shape(models()["deepseek-v3"]).kv_bytes(1, 2) == 61 * 576 * 2
+    assert model_shape(models()["deepseek-v3"]).kv_bytes(8, 2) == 61 * 576 * 2
+    assert model_shape(models()["qwen3-235b-a22b"]).kv_bytes(4, 2) == 94 * 2 * 128 * 2
+
+
+def test_a_config_that_says_too_little_names_the_key() -> None:
+    with pytest.raises(ValueError, match="it has no num_hidden_layers"):
+        model_shape({"hidden_size": 7168})
+
+
+@pytest.mark.parametrize("topology", topologies())
+@pytest.mark.parametrize("model", models())
+def test_every_preset_plans(topology: str, model: str) -> None:
+    """gpt-oss has rows of 2880, for which there is no fp8 form: bf16 everywhere here."""
+    deployment = Deployment.model_validate(
+        {
+            "name": "test",
+            "topology": {"preset": topology, "nodes": 4},
+            "model": {"preset": model},
+            "roles": {"unified": {"data_parallel": 4, "ep": {"max_tokens": 64}}},
+        }
+    )
+    made: Plan = plan(deployment)
+    assert all(numbers.dispatch_us > 0 for numbers in made.roles["unified"].modes.values())
+
+
+@pytest.mark.parametrize("name", calibrations())
+def test_every_calibration_has_a_line_for_every_case(name: str) -> None:
+    for mode in Mode:
+        for op in OPS:
+            assert [calibrations()[name].line(mode, op, nodes).nodes <= nodes for nodes in (1, 2, 3, 64)] == [True] * 4
+
+
+def test_all_shipped_deployments_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [file for file in DEPLOY.glob("*.yaml") if "path:" not in file.read_text()]
+    assert len(files) >= 4
+    for file in files:
+        assert file.read_text().startswith("# ")
+        assert all(role.auto != "none" for role in plan(load(file).deployment).roles.values()), file
