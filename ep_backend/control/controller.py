@@ -43,7 +43,9 @@ class NeedsRestart(Exception):
     """Changes that no flip can make, without leave to restart."""
 
     def __init__(self, blocked: list[Change]) -> None:
-        super().__init__("; ".join(map(str, blocked)))
+        redeploy = any(change.action == "redeploy" for change in blocked)
+        fix = "stop the deployment and start it again" if redeploy else "ask for a restart (flip --restart)"
+        super().__init__(f"{'; '.join(map(str, blocked))}; {fix}. Nothing was changed")
         self.blocked = blocked
 
 

@@ -38,7 +38,7 @@ class Page:
         """Its value once it is true."""
         deadline = time.monotonic() + TIMEOUT_S
         while not (value := self.js(expression)):
-            assert time.monotonic() < deadline, f"not true within {TIMEOUT_S:g} s: {expression}\n{self.js('document.body.innerText')}"
+            assert time.monotonic() < deadline, f"not true: {expression}\n{self.js('document.body.innerText')}"
             time.sleep(0.1)
         return value
 

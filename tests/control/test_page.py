@@ -25,7 +25,7 @@ def test_the_page_shows_and_flips(ranks: Any, service: Callable[..., Service], t
     ):
         control = service(prefill=prefill, decode=decode)
         with browser(tmp_path / "profile", f"{control.client.base_url}/") as page:
-            page.wait("document.readyState == 'complete' && !document.getElementById('login').hidden")
+            page.wait("document.getElementById('login')?.hidden === false")
             assert "a key is needed here" in page.js("document.getElementById('message').textContent")
             page.js(f"document.getElementById('key').value = {KEY!r}; document.querySelector('#login button').click()")
             page.wait("document.getElementById('role-decode') && document.getElementById('login').hidden")
@@ -42,7 +42,7 @@ def test_the_page_shows_and_flips(ranks: Any, service: Callable[..., Service], t
             )
             points = page.wait(f"{RATES}.split(' ').length >= 3 && {RATES}")
             heights = [float(point.partition(",")[2]) for point in points.split()]
-            assert min(heights) < 140, "no bytes per second above zero"
+            assert min(heights) < 120, "no bytes per second above zero, which is at 132"
             page.screenshot(shots / "page.png")
 
             control.file.write_text(FILE.replace("mode: low_latency", "mode: slow"))

@@ -82,8 +82,8 @@ def test_a_rank_that_does_not_answer_is_named(service: StartService) -> None:
 
 PLANS = {
     "flip": ("mode: direct", "mode: normal", [("roles.prefill.ep.mode", "prefill", "flip")]),
-    "other family": ("prefill:\n    data_parallel: 2\n    ep: {mode: direct", "prefill:\n    data_parallel: 4\n    ep: {mode: direct",
-                     [("roles.prefill.data_parallel", "prefill", "restart")]),
+    "EP size": ("prefill:\n    data_parallel: 2", "prefill:\n    data_parallel: 4",
+                [("roles.prefill.data_parallel", "prefill", "restart")]),
     "capacity": ("mode: low_latency, max_tokens: 2048", "mode: hybrid, max_tokens: 4096",
                  [("roles.decode.ep.mode", "decode", "flip"), ("roles.decode.ep.max_tokens", "decode", "restart")]),
     "router": ("control:", "router: {port: 8123}\ncontrol:", [("router.port", None, "redeploy")]),
@@ -124,7 +124,9 @@ def test_a_restart_is_announced_and_done_when_asked_for(service: StartService) -
     text = FILE.replace("mode: low_latency, max_tokens: 2048", "mode: hybrid, max_tokens: 4096")
     answer = control.apply(text)
     assert answer.status_code == 409
-    assert answer.json()["detail"] == "roles.decode.ep.max_tokens: 2048 -> 4096 (restart)"
+    assert answer.json()["detail"] == (
+        "roles.decode.ep.max_tokens: 2048 -> 4096 (restart); ask for a restart (flip --restart). Nothing was changed"
+    )
     assert control.restarted == []
     assert control.apply(text, dry_run="true").json()["restarted"] == []
     assert control.apply(text, restart="true").json()["restarted"] == ["decode"]

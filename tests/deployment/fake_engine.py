@@ -11,19 +11,23 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 
 def flag(name: str) -> str:
     return sys.argv[sys.argv.index(name) + 1]
 
 
-def serve(port: int, answers: dict[str, object]) -> None:
+def serve(port: int, answers: dict[str, Any]) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.reply(answers.get(self.path))
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == "/flip/prepare":  # every rank of a fake engine agrees at once
+                flip = {"agreed_token": body["token"], "agreed_epoch": 3, "flips": 1}
+                answers["/status"].update(mode_desired=body["mode"], mode_executed=body["mode"], flip=flip)
             self.reply({"choices": [{"message": {"content": "fine"}, "token_ids": [1, 2]}]})
 
         def reply(self, content: object) -> None:

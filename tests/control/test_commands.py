@@ -1,0 +1,85 @@
+"""`flip` and `status` on a deployment of fake engines: real processes, a real control service."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+from tests.deployment.conftest import Workplace
+from tests.deployment.conftest import workplace as workplace
+from tests.deployment.conftest import write_file as write_file
+
+
+def edit(place: Workplace, old: str, new: str) -> None:
+    text = place.file.read_text()
+    assert old in text
+    place.file.write_text(text.replace(old, new, 1))
+
+
+def status(place: Workplace) -> dict[str, Any]:
+    code, output = place.run("status", str(place.file), "--json")
+    assert code == 0, output
+    found: dict[str, Any] = json.loads(output)
+    return found
+
+
+def pids(place: Workplace) -> dict[str, int]:
+    return {instance["name"]: instance["pid"] for instance in status(place)["instances"]}
+
+
+def test_an_edited_file_is_flipped_or_restarted(workplace: Workplace) -> None:
+    file = str(workplace.file)
+    assert workplace.run("up", file, "--detach")[0] == 0
+    before = pids(workplace)
+
+    edit(workplace, "mode: direct", "mode: normal")
+    code, output = workplace.run("status", file)
+    assert code == 0 and "the file differs: roles.prefill.ep.mode: direct -> normal (flip)" in output
+    code, output = workplace.run("flip", file, "--dry-run")
+    assert code == 0 and "would apply" in output and "nothing was changed" in output, output
+    assert {role["mode_desired"] for role in status(workplace)["roles"]} == {"direct", "low_latency"}
+    code, output = workplace.run("flip", file)
+    assert code == 0 and "prefill: direct -> normal: applied after epoch 3 on 2 ranks" in output, output
+    assert workplace.run("flip", file) == (0, "the file says what runs; nothing to do\n")
+    now = status(workplace)
+    assert [role["mode_executed"] for role in now["roles"]] == ["normal", "low_latency"] and now["drift"] == []
+    assert pids(workplace) == before
+
+    edit(workplace, "mode: low_latency, max_tokens: 256", "mode: hybrid, max_tokens: 512")
+    code, output = workplace.run("flip", file)
+    assert code == 1 and "roles.decode.ep.max_tokens: 256 -> 512 (restart)" in output and "--restart" in output, output
+    code, output = workplace.run("flip", file, "--restart")
+    assert code == 0 and "decode: restarted" in output, output
+    after = pids(workplace)
+    assert after["prefill"] == before["prefill"] and after["decode"] != before["decode"]
+    assert [role["mode_executed"] for role in status(workplace)["roles"]] == ["normal", "hybrid"]
+    assert workplace.run("ask", file, "how are you?") == (0, "fine\n")
+
+
+def test_a_restart_that_fails_brings_the_old_settings_back(workplace: Workplace) -> None:
+    file = str(workplace.file)
+    assert workplace.run("up", file, "--detach")[0] == 0
+    edit(workplace, "mode: low_latency, max_tokens: 256}", "mode: low_latency, max_tokens: 512}\n    env: {FAKE_DIES: decode}")
+    code, output = workplace.run("flip", file, "--restart")
+    assert code == 1 and "ValueError: the weights are not there" in output and "runs with its old settings again" in output
+    now = status(workplace)
+    assert now["phase"] == "ready"
+    assert {change["place"] for change in now["drift"]} == {"roles.decode.ep.max_tokens", "roles.decode.env.FAKE_DIES"}
+
+
+def test_the_services_port_and_key_come_from_the_file(workplace: Workplace, tmp_path: Path) -> None:
+    file = str(workplace.file)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        edit(workplace, "router:", f"control: {{port: {port}, key: a secret}}\nrouter:")
+        code, output = workplace.run("up", file)
+        assert code == 1 and f"control service port {port} on 127.0.0.1 is taken; choose another control.port" in output
+    assert workplace.run("up", file, "--detach")[0] == 0
+    code, output = workplace.run("status", file)
+    assert code == 0 and f"control service at http://127.0.0.1:{port}" in output
+    state = tmp_path / ".ep" / "run" / tmp_path.name / "state.json"
+    assert "a secret" in state.read_text() and state.stat().st_mode & 0o077 == 0

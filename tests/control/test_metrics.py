@@ -1,0 +1,128 @@
+"""What Prometheus scrapes: the ranks' own counters under bounded labels, and a dashboard that asks for nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.control.conftest import Service
+from tests.control.instance import Instance, instance
+
+DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "ep_backend.json"
+Series = dict[str, list[dict[str, str]]]  # by sample name: the labels of each series
+
+
+@pytest.fixture
+def scraped(ranks: Any, service: Callable[..., Service], tmp_path: Path) -> Iterator[tuple[Service, Instance]]:
+    """A service whose two prefill ranks have run both modes; decode has none."""
+    with instance(ranks(2), "prefill", "direct", tmp_path / "stop", busy=False) as prefill:
+        control = service(prefill=prefill)
+        httpx.post(f"{prefill.url}/v1/completions", json={})
+        assert control.flip("prefill", "normal").json()["outcome"] == "applied"
+        yield control, prefill
+
+
+def families(text: str) -> dict[str, Metric]:
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def series(text: str) -> Series:
+    found: Series = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(sample.labels)
+    return found
+
+
+def queries() -> list[tuple[str, str]]:
+    """Expression and legend of each target."""
+    return [(t["expr"], t["legendFormat"]) for panel in json.loads(DASHBOARD.read_text())["panels"] for t in panel["targets"]]
+
+
+def test_values_are_the_ranks_own(scraped: tuple[Service, Instance]) -> None:
+    control, prefill = scraped
+    found = families(control.client.get("/metrics").text)
+    status = control.role("prefill")["ranks"][1]
+
+    def value(family: str, name: str | None = None, **labels: str) -> float:
+        wanted = {"role": "prefill", "engine": "fake", "ep_rank": "1", **labels}
+        (sample,) = (s for s in found[f"ep_backend_{family}"].samples if s.labels == wanted and s.name.endswith(name or ""))
+        return float(sample.value)
+
+    for mode in ("direct", "normal"):
+        counted = status["modes"][mode]
+        assert counted["dispatches"] > 0
+        assert value("op_seconds", "_count", mode=mode, op="dispatch") == counted["dispatches"]
+        assert value("op_seconds", "_sum", mode=mode, op="combine") == pytest.approx(counted["combine_seconds"])
+        assert 0 < counted["seconds"] < 60
+        for path in ("local", "scale_up", "scale_out", "forwarded"):
+            assert value("bytes", mode=mode, op="dispatch", path=path) == counted["bytes"][path]
+            assert value("records", mode=mode, op="combine", path=path) == counted["combine_records"][path]
+        assert counted["bytes"]["scale_up"] > 0
+        assert value("tokens", mode=mode) == counted["tokens"]
+        copies = (counted["records"]["scale_up"] + counted["records"]["scale_out"]) / counted["tokens"]
+        assert value("copies_per_token", mode=mode) == pytest.approx(copies)
+        assert value("slots_high_water", mode=mode) == counted["slots_high_water"]
+        assert value("slots_used_ratio", mode=mode) == pytest.approx(counted["slots_high_water"] / status["max_tokens"][mode])
+    assert value("recv_wait_seconds", src_node="0") == pytest.approx(sum(status["wait_s"].values()))
+    assert value("mode_info", mode="normal") == 1
+    assert value("mode_epoch") == status["flip"]["agreed_epoch"] > 0
+    assert value("mode_changes") == 1 and value("timeouts") == 0
+    flips = found["ep_backend_flips"].samples
+    assert [(s.labels, s.value) for s in flips] == [({"role": "prefill", "result": "applied"}, 1)]
+    drift = {s.labels["class"]: s.value for s in found["ep_backend_config_drift"].samples}
+    assert drift == {"file": 1, "rank": 1}  # the file still says direct; decode's rank does not answer
+
+    own = families(httpx.get(f"{prefill.agents[1]}/metrics").text)
+    assert set(found) - set(own) == {"ep_backend_flips", "ep_backend_config_drift"}
+    assert {s.labels["ep_rank"] for family in own.values() for s in family.samples} == {"1"}
+
+
+def test_no_label_grows_with_experts_or_time(scraped: tuple[Service, Instance]) -> None:
+    control, _ = scraped
+    before = series(control.client.get("/metrics").text)
+    assert control.flip("prefill", "direct").json()["outcome"] == "applied"
+    after = series(control.client.get("/metrics").text)
+    del before["ep_backend_mode_info"], after["ep_backend_mode_info"]
+    assert before == after
+    bounded = {"role", "engine", "ep_rank", "mode", "op", "path", "src_node", "result", "class"}
+    assert {label for found in after.values() for labels in found for label in labels} <= bounded
+    assert max(map(len, after.values())) == 2 * 2 * 2 * 4  # ranks, modes, operations, paths
+
+
+def test_the_dashboard_asks_for_what_is_there_and_for_all_of_it(scraped: tuple[Service, Instance]) -> None:
+    control, _ = scraped
+    found = series(control.client.get("/metrics").text)
+    assert queries()
+    asked = set()
+    for expression, legend in queries():
+        names = set(re.findall(r"\bep_backend_\w+", expression))
+        assert names and names <= set(found), expression
+        asked |= names
+        grouped = {label.strip() for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(",")}
+        used = grouped | set(re.findall(r"{{(\w+)}}", legend)) | set(re.findall(r"(\w+)=~", expression))
+        for name in names:
+            assert used <= set(found[name][0]), (expression, name)
+    assert asked == set(found)
+
+
+def test_every_panel_has_its_own_place() -> None:
+    document = json.loads(DASHBOARD.read_text())
+    cells = [
+        (place["x"] + x, place["y"] + y)
+        for place in (panel["gridPos"] for panel in document["panels"])
+        for x in range(place["w"])
+        for y in range(place["h"])
+    ]
+    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
+    names = {variable["name"] for variable in document["templating"]["list"]}
+    assert {"datasource", "role"} == names == set(re.findall(r"\$\{?(datasource|role)\b", DASHBOARD.read_text()))
+    assert len({panel["id"] for panel in document["panels"]}) == len(document["panels"])
