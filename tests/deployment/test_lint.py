@@ -1,19 +1,12 @@
 """Every mistake in tests/deployment/broken is found at the line that its comment marks, and nothing else is."""
 
-import json
-import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from ep_backend.deployment import engines
-from ep_backend.deployment.checks import check_startable
-from ep_backend.deployment.lint import hosts, lint
-from ep_backend.deployment.lint.report import RENDER, findings_of
+from ep_backend.deployment.lint.report import findings_of
 from ep_backend.deployment.lint.texts import rules
-from ep_backend.deployment.load import load, read
 
 BROKEN = sorted((Path(__file__).parent / "broken").glob("*.yaml"))
 DEPLOY = Path(__file__).parents[2] / "deploy"

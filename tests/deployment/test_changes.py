@@ -1,0 +1,95 @@
+"""Each change of a deployment is hot, drain or restart, and `flip` uses the same classes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ep_backend.control.changes import changes as flip_changes
+from ep_backend.deployment.changes import CLASSES, changes, reachable
+from ep_backend.deployment.load import read
+from ep_backend.deployment.schema import Deployment
+
+EP128 = read(Path(__file__).parents[2] / "deploy" / "deepseek-v3-h800-ep128.yaml").deployment
+
+
+def changed(*place_and_value: Any, base: Deployment = EP128) -> Deployment:
+    *place, value = place_and_value
+    document = base.model_dump()
+    at = document
+    for key in place[:-1]:
+        at = at[key]
+    at[place[-1]] = value
+    return Deployment.model_validate(document)
+
+
+EAGER = changed("roles", "decode", "args", {"enforce-eager": True})
+
+CASES = {
+    "mode, captured": (EP128, ("roles", "decode", "ep", "mode", "low_latency"), "drain"),
+    "mode, eager": (EAGER, ("roles", "decode", "ep", "mode", "low_latency"), "hot"),
+    "mode on a CPU": (changed("topology", "device", "cpu"), ("roles", "decode", "ep", "mode", "hybrid"), "hot"),
+    "prefill within its buffer": (EAGER, ("roles", "prefill", "ep", "mode", "hybrid"), "drain"),
+    "across families": (EP128, ("roles", "decode", "ep", "mode", "normal"), "restart"),
+    "capacity": (EP128, ("roles", "decode", "ep", "max_tokens", 256), "restart"),
+    "EP size": (EP128, ("roles", "decode", "data_parallel", 64), "restart"),
+    "timeout": (EP128, ("roles", "decode", "ep", "timeout_s", 5.0), "restart"),
+    "engine flag": (EP128, ("roles", "decode", "args", "max-num-seqs", 64), "restart"),
+    "variable": (EP128, ("roles", "decode", "env", "NCCL_DEBUG", "INFO"), "restart"),
+    "calibration": (EP128, ("topology", "calibration", "link-rate"), "hot"),
+    "routing": (EP128, ("model", "routing", "kind", "group_limited"), "hot"),
+    "nodes": (EP128, ("topology", "nodes", 24), "restart"),
+    "router": (EP128, ("router", "port", 9000), "restart"),
+    "patience": (EP128, ("target", "start_timeout_s", 900.0), "hot"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_class_of_a_change(case: str) -> None:
+    base, change, kind = CASES[case]
+    (found,) = changes(base, changed(*change, base=base))
+    assert found.place == change[:-1]
+    assert found.new == change[-1]
+    assert found.kind == kind
+    assert found.why
+    assert found.role == (change[1] if change[0] == "roles" else None)
+
+
+def test_nothing_changed() -> None:
+    assert changes(EP128, EP128) == []
+
+
+def test_a_role_more_is_a_restart_of_all() -> None:
+    unified = changed("roles", {"unified": EP128.roles.decode.model_dump() if EP128.roles.decode else None})
+    assert {(c.place, c.role, c.kind) for c in changes(EP128, unified)} == {
+        (("roles", name), None, "restart") for name in ("prefill", "decode", "unified")
+    }
+
+
+def test_what_a_role_reaches_without_a_restart() -> None:
+    assert reachable(EP128, "decode") == ["low_latency", "hybrid", "auto"]
+    assert reachable(EP128, "prefill") == ["normal", "direct", "hybrid", "auto"]
+
+
+def leaves(model: dict[str, Any], place: str = "") -> Iterator[str]:
+    for key, value in model.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{place}{key}.")
+        else:
+            yield f"{place}{key}"
+
+
+def test_every_key_of_the_schema_has_a_class() -> None:
+    """The last patterns are catch-alls; a key outside them would have none."""
+    roots = {pattern.split(".")[0].rstrip("*") for pattern, _, _ in CLASSES}
+    assert {place.split(".")[0] for place in leaves(EP128.model_dump())} == roots
+
+
+def test_flip_acts_on_the_same_classes() -> None:
+    actions = {"hot": "flip", "drain": "flip", "restart": "restart"}
+    for base, change, kind in CASES.values():
+        if change[0] == "roles":
+            (found,) = flip_changes(base, changed(*change, base=base))
+            assert found.action == actions[kind], change
+    assert flip_changes(EP128, changed("topology", "calibration", "link-rate")) == []

@@ -1,0 +1,85 @@
+"""plan, lint, explain, diff and schema from the command line: exit status, and how quickly they start."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEPLOY = Path(__file__).parents[1] / "deploy"
+EP128 = str(DEPLOY / "deepseek-v3-h800-ep128.yaml")
+BROKEN = Path(__file__).parent / "deployment" / "broken"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "ep_backend", *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_plan_as_json_and_as_tables() -> None:
+    assert json.loads(run("plan", EP128, "--json").stdout)["roles"]["decode"]["ranks"] == 128
+    text = run("plan", EP128).stdout
+    for part in ("hybrid *", "auto picks it", "low_latency", "weights", "dispatch 132.2 MiB", "assumes routing"):
+        assert part in text
+
+
+def test_plan_of_a_broken_file_is_its_errors() -> None:
+    done = run("plan", str(BROKEN / "graph_bucket_vllm.yaml"))
+    assert done.returncode == 1
+    assert "[EP101]" in done.stderr
+    assert done.stdout == ""
+
+
+def test_plot_writes_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "plan.png"
+    assert run("plan", EP128, "--plot", str(picture)).returncode == 0
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_lint_ends_with_1_for_an_error_only() -> None:
+    assert run("lint", EP128).returncode == 0
+    assert run("lint", str(BROKEN / "direct_across_nodes.yaml")).returncode == 0
+    done = run("lint", str(BROKEN / "flag_gone.yaml"), EP128, "--format", "json")
+    assert done.returncode == 1
+    assert [row["code"] for row in json.loads(done.stdout)] == ["EP302"]
+
+
+def test_explain() -> None:
+    text = run("explain", "ep101").stdout
+    assert "EP101 (error)" in text
+    assert all(part in text for part in ("Why: ", "Fix: ", "From: "))
+    assert run("explain").stdout.count("\n") >= 40
+    done = run("explain", "EP999")
+    assert (done.returncode, "is no code" in done.stderr) == (1, True)
+
+
+def test_diff(tmp_path: Path) -> None:
+    new = tmp_path / "new.yaml"
+    new.write_text(Path(EP128).read_text().replace("max_tokens: 128, fp8: true, overlap", "mode: hybrid, max_tokens: 128, fp8: true, overlap").replace("ep: {mode: auto, mode: hybrid", "ep: {mode: hybrid").replace("port: 8000", "port: 8001"))
+    rows = json.loads(run("diff", EP128, str(new), "--json").stdout)
+    assert {(row["place"], row["kind"]) for row in rows} == {("roles.decode.ep.mode", "drain"), ("router.port", "restart")}
+    assert run("diff", EP128, EP128).stdout == "no difference\n"
+
+
+def test_schema_prints_what_ships() -> None:
+    assert run("schema").stdout == (DEPLOY / "schema" / "deployment.json").read_text()
+
+
+@pytest.mark.parametrize("command", ["plan", "lint"])
+def test_cold_start_is_quick_and_imports_no_torch(command: str) -> None:
+    """CPU seconds, because the machine may be busy with other tests; nothing here waits."""
+    program = (
+        "import sys, resource; sys.argv = ['ep-backend', *sys.argv[1:]]\n"
+        "from ep_backend.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'vllm', 'sglang', 'matplotlib'} & set(sys.modules)\n"
+        "print(sorted(heavy), file=sys.stderr)"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", program, command, EP128], capture_output=True, text=True, timeout=120)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.stderr.strip() == "[]"
+    assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 0.8
