@@ -33,7 +33,7 @@ __device__ __forceinline__ Returning returning(const Args& a, u64 epoch, int cha
     u64 lo = load_relaxed_sys(own_word(a, a.stream_begin, word)), hi = load_relaxed_sys(own_word(a, a.stream_begin, word + 1));
     r.base = reinterpret_cast<const int*>(a.plan)[lane];
     // A source in a later epoch has all its rows back already; this block then has none of its channels.
-    r.channels = signal_epoch(intent) == epoch ? int(intent >> kSignatureBits & (kChannels - 1)) + 1 : 0;
+    r.channels = signal_epoch(intent) == epoch ? intent_channels(intent) : 0;
     if (channel < r.channels) {
       r.begin = int(signal_count(lo));
       r.count = int(signal_count(hi)) - r.begin;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void publish(const Args& a, Shared& sh, int channel, 
   if (r.count != 0) {
     i64 at = stat_mode(a.ranks, a.mode) + 2 * a.ranks + lane;
     add_stat(a, at, r.count);
-    add_stat(a, at + a.ranks, u64(r.count) * combine_record_bytes(Payload(a.payload), a.hidden));
+    add_stat(a, at + a.ranks, lane == a.rank and not a.masked ? 0 : u64(r.count) * combine_record_bytes(Payload(a.payload), a.hidden));
   }
 }
 
@@ -109,7 +109,8 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, in
       for (u32 unit = warp; unit < u.total(); unit += workers) {
         u32 pair = unit / u.parts, source = pair % u.ranks, k = pair / u.ranks;
         int count = __shfl_sync(kFullWarp, r.count, source), slot = __shfl_sync(kFullWarp, r.base + r.begin, source) + k;
-        if (k < count) return_row(a, stage, source, slot, int(unit % u.parts), lane);
+        bool stays = source == a.rank and not a.masked;
+        if (k < count and not stays) return_row(a, stage, source, slot, int(unit % u.parts), lane);
         sh.progress.finish(warp, ++done, lane);
       }
       sh.progress.finish(warp, turns + u.turns(), lane);
@@ -124,23 +125,27 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, in
   }
 }
 
-// Copy j of a token is that of the j-th rank that got it.
-__device__ __forceinline__ void sum_token(const Args& a, i64 token, int copies, int part, int lane) {
-  u64 first = a.heap[a.rank] + a.area + token * combine_record_bytes(Payload(a.payload), a.hidden);
-  u32 set = copies == 32 ? kFullWarp : below(copies);
+// Lane r holds the address of rank r's row, `set` says which ranks have one.
+__device__ __forceinline__ void sum_token(const Args& a, i64 token, u64 row, u32 set, int part, int lane) {
   i64 row_bytes = 2 * a.hidden;
   sum_rows(a.out + token * row_bytes, share(int(row_bytes), part, int(a.receive_parts)), set, lane, load_vec,
-           [&](int j) { return Term{first + j * a.area_segment, 1.f}; });
+           [&](int r) { return Term{__shfl_sync(kFullWarp, row, r), 1.f}; });
 }
 
+// Sum the tokens of this block's channels. Copy j of a token is that of the j-th rank that got it; this rank's own compact
+// rows never leave `y`.
 __device__ __forceinline__ bool receive(const Args& a, Shared& sh, int warp, int lane) {
-  int workers = int(a.receivers), parts = int(a.receive_parts);
-  u64 intent = load_relaxed_sys(own_word(a, a.intent, a.rank));
-  int channels = int(intent >> kSignatureBits & (kChannels - 1)) + 1;
-  bool peer = lane < a.ranks;
+  const int workers = int(a.receivers), parts = int(a.receive_parts);
+  const int channels = intent_channels(load_relaxed_sys(own_word(a, a.intent, a.rank)));
+  const bool peer = lane < a.ranks, own = lane == a.rank and not a.masked;
+  const i64 row_bytes = combine_record_bytes(Payload(a.payload), a.hidden);
   for (int channel = blockIdx.x; channel < channels; channel += gridDim.x) {
     Range mine = channel_tokens(a.tokens, channel, channels);
     int before = 0, seen = -1, unit = warp;   // lane r: rows of rank r expected before the block, and seen
+    i64 own_row = 0;
+    if (own)
+      own_row = reinterpret_cast<const int*>(a.plan)[lane] +
+                i64(signal_count(load_relaxed_sys(own_word(a, a.stream_begin, lane * (kChannels + 1) + channel))));
     auto await = [&](int count) {
       if (seen >= count) return true;
       u64 start = seen < 0 and blockIdx.x == 0 and warp == 0 ? nanoseconds() : 0;
@@ -153,12 +158,15 @@ __device__ __forceinline__ bool receive(const Args& a, Shared& sh, int warp, int
       u32 to = block_of_tokens(a, first, mine.last, lane);
       int stop = (min(first + 32, mine.last) - mine.first) * parts;
       for (; unit < stop; unit += workers) {
-        int i = unit / parts - (first - mine.first);
+        int i = unit / parts - (first - mine.first), ordinal = before + __popc(to & below(i));
         bool expected = to >> i & 1;
-        bool ok = not expected or await(before + __popc(to & below(i)) + 1);
+        bool ok = not expected or own or await(ordinal + 1);
         if (not __all_sync(kFullWarp, ok)) return false;
         __syncwarp();   // what one lane acquired, all lanes read
-        sum_token(a, first + i, __popc(__ballot_sync(kFullWarp, expected)), unit % parts, lane);
+        u32 set = __ballot_sync(kFullWarp, expected);
+        u64 row = own ? a.y + (own_row + ordinal) * 2 * a.hidden
+                      : a.heap[a.rank] + a.area + __popc(set & below(lane)) * a.area_segment + (first + i) * row_bytes;
+        sum_token(a, first + i, row, set, unit % parts, lane);
       }
       before += __popc(to);
     }
@@ -173,13 +181,13 @@ __device__ __forceinline__ bool receive(const Args& a, Shared& sh, int warp, int
 extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_combine(const __grid_constant__ ep::Args a) {
   using namespace ep;
   __shared__ Shared sh;
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, receiver = warp - int(a.receive_from);
   if (threadIdx.x < 32) sh.progress.done[lane] = 0;
-  if (warp == 1) {
+  if (warp == blockDim.x / 32 - 1) {
     bool stopped = given_up(a, Op::kCombine, 0, lane);
     if (lane == 0) sh.stopped = stopped;
+    if (lane < blockDim.x / 32) mbarrier_init(&sh.bars[lane]);
   }
-  if (warp == 2 and lane < kWarps) mbarrier_init(&sh.bars[lane]);
   if (threadIdx.x == 0) {
     LaneState* state = reinterpret_cast<LaneState*>(a.state);
     u64 epoch = load_relaxed_sys(&state->epoch);
@@ -194,12 +202,14 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_combine(const _
     }
   }
   __syncthreads();
+  // Every block has read the epoch by now, so the receiving kernel may start and end it.
+  if (a.receivers == 0) allow_next();
   if (not sh.stopped) {
     Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
-    int receiver = warp - int(a.receive_from);
     if (a.senders != 0 and warp <= a.senders) send(a, sh, stage, warp, lane);
     if (receiver >= 0 and receiver < a.receivers and not receive(a, sh, receiver, lane)) sh.stopped = true;
     __syncthreads();
   }
   if (sh.stopped and a.out != 0) fill_nan(a.out, a.tokens * 2 * a.hidden);
+  if (a.receivers != 0) await_previous();   // the sending kernel, if it was another: whoever follows this one follows it too
 }

@@ -4,6 +4,7 @@
 // each destination, and the block signals by itself how far it has come. Nothing waits for another block. Sending and
 // receiving warps share a block, or run one after the other, or in two launches with the caller's work in between.
 // Rows pass through shared memory by bulk copies, which keeps many bytes in flight with few warps.
+#include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
 #include "ep/progress.cuh"
@@ -14,7 +15,6 @@
 namespace ep {
 
 constexpr int kPublishTokens = 8;        // tokens between two signals of a channel
-constexpr int kPlanner = kWarps - 1;     // the warp that learns who sends how much, while others send
 
 struct Offsets {   // a Record whose fields fit 32 bits, its payload's bytes and how many words of scales
   int scales, ids, weights, source, bytes, row, words;
@@ -59,59 +59,74 @@ __device__ __forceinline__ u64 input_row(const Args& a, const Offsets& f, i64 to
   return a.x + token * (a.cast ? 2 : 1) * f.row;
 }
 
+__device__ __forceinline__ u32 largest(u32 a, u32 b) {   // of two bf16 each, by magnitude
+  __nv_bfloat162 m = __hmax2(__habs2(reinterpret_cast<__nv_bfloat162&>(a)), __habs2(reinterpret_cast<__nv_bfloat162&>(b)));
+  return reinterpret_cast<u32&>(m);
+}
+
 // 16 channels a lane and step, so that 8 lanes share a scale: scale = max(|x|, 1e-4) / 448, rounded up to a power of two
-// for UE8M0. `run` lies in the stage; scales gather behind it and leave together.
+// for UE8M0. The run lies in the stage; its scales gather behind it and leave together. Two steps hide each other's latency.
 __device__ __forceinline__ void send_cast(const Args& a, const Targets& t, const Offsets& f, const Stage& stage, Range run,
                                           int lane) {
+  constexpr int kSteps = 2;
   bool ue8m0 = a.payload == i64(Payload::kFp8Ue8m0);
-  u32* scales = reinterpret_cast<u32*>(stage.at + (run.last - run.first));
-  for (int at = 0; at < run.last - run.first; at += 1024) {
-    bool there = at + lane * 32 < run.last - run.first;
-    Vec in[2] = {};
-    if (there) {
-      in[0] = stage.get<Vec>(at + lane * 32);
-      in[1] = stage.get<Vec>(at + lane * 32 + 16);
-    }
-    float amax = 1e-4f;
+  int bytes = run.last - run.first;
+  u32* words = reinterpret_cast<u32*>(stage.at + bytes);
+  for (int first = lane * 32; first - lane * 32 < bytes; first += 1024 * kSteps) {
+    Vec in[kSteps][2], out[kSteps];
+    float amax[kSteps], inverse[kSteps];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      float2 x = unpack(in[j / 4].v[j % 4]);
-      amax = fmaxf(amax, fmaxf(fabsf(x.x), fabsf(x.y)));
+    for (int i = 0; i < kSteps; ++i) {
+      in[i][0] = in[i][1] = Vec{};
+      if (first + 1024 * i < bytes) {
+        in[i][0] = stage.get<Vec>(first + 1024 * i);
+        in[i][1] = stage.get<Vec>(first + 1024 * i + 16);
+      }
+      u32 m = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) m = largest(m, largest(in[i][0].v[j], in[i][1].v[j]));
+      float2 pair = unpack(m);
+      amax[i] = fmaxf(fmaxf(pair.x, pair.y), 1e-4f);
     }
 #pragma unroll
-    for (int d = 1; d < 8; d *= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, d));
-    float scale = __fdiv_rn(amax, 448.f);
-    u32 exponent = 0;
-    if (ue8m0) {
-      u32 bits = __float_as_uint(scale);
-      exponent = (bits >> 23) + ((bits & 0x7fffff) != 0);   // scale > 0 is normal: amax has a floor
-      scale = __uint_as_float(exponent << 23);
-    }
-    float inverse = __frcp_rn(scale);
-    Vec out;
+    for (int d = 1; d < 8; d *= 2)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      float2 lo = unpack(in[j / 2].v[j % 2 * 2]), hi = unpack(in[j / 2].v[j % 2 * 2 + 1]);
-      u32 l = __nv_cvt_float2_to_fp8x2({lo.x * inverse, lo.y * inverse}, __NV_SATFINITE, __NV_E4M3);
-      u32 h = __nv_cvt_float2_to_fp8x2({hi.x * inverse, hi.y * inverse}, __NV_SATFINITE, __NV_E4M3);
-      out.v[j] = l | h << 16;
+      for (int i = 0; i < kSteps; ++i) amax[i] = fmaxf(amax[i], __shfl_xor_sync(kFullWarp, amax[i], d));
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      int at = first + 1024 * i;
+      u32 scale;
+      if (ue8m0) {
+        u32 bits = __float_as_uint(__fdiv_rn(amax[i], 448.f));
+        u32 exponent = (bits >> 23) + ((bits & 0x7fffff) != 0);   // a normal number: amax has a floor
+        inverse[i] = __uint_as_float((254 - exponent) << 23);
+        scale = at < bytes ? exponent : 0;
+        scale = __shfl_sync(kFullWarp, scale, 0) | __shfl_sync(kFullWarp, scale, 8) << 8 |
+                __shfl_sync(kFullWarp, scale, 16) << 16 | __shfl_sync(kFullWarp, scale, 24) << 24;
+        if (lane == 0 and at < bytes) words[at / 1024] = scale;
+      } else {
+        inverse[i] = __fdividef(448.f, amax[i]);
+        if (lane % 8 == 0 and at < bytes) words[at / 256] = __float_as_uint(amax[i] * (1.f / 448.f));
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float2 lo = unpack(in[i][j / 2].v[j % 2 * 2]), hi = unpack(in[i][j / 2].v[j % 2 * 2 + 1]);
+        u32 l = __nv_cvt_float2_to_fp8x2({lo.x * inverse[i], lo.y * inverse[i]}, __NV_SATFINITE, __NV_E4M3);
+        u32 h = __nv_cvt_float2_to_fp8x2({hi.x * inverse[i], hi.y * inverse[i]}, __NV_SATFINITE, __NV_E4M3);
+        out[i].v[j] = l | h << 16;
+      }
     }
     to_each(t, [&](u64 record) {
-      if (there) store_vec(reinterpret_cast<void*>(record + (run.first + at) / 2 + lane * 16), out);
+      u64 to = record + (run.first + first) / 2;
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i)
+        if (first + 1024 * i < bytes) store_vec(reinterpret_cast<void*>(to + 512 * i), out[i]);
     });
-    if (ue8m0) {
-      exponent = there ? exponent : 0;
-      u32 packed = __shfl_sync(kFullWarp, exponent, 0) | __shfl_sync(kFullWarp, exponent, 8) << 8 |
-                   __shfl_sync(kFullWarp, exponent, 16) << 16 | __shfl_sync(kFullWarp, exponent, 24) << 24;
-      if (lane == 0) scales[at / 1024] = packed;
-    } else if (lane % 8 == 0 and there) {
-      scales[at / 256 + lane / 8] = __float_as_uint(scale);
-    }
   }
   __syncwarp();
-  int first = run.first / (ue8m0 ? 1024 : 256), count = (run.last - run.first + (ue8m0 ? 1023 : 255)) / (ue8m0 ? 1024 : 256);
+  int span = ue8m0 ? 1024 : 256, skip = run.first / span, count = (bytes + span - 1) / span;
   to_each(t, [&](u64 record) {
-    for (int g = lane; g < count; g += 32) reinterpret_cast<u32*>(record + f.scales)[first + g] = scales[g];
+    for (int g = lane; g < count; g += 32) reinterpret_cast<u32*>(record + f.scales)[skip + g] = words[g];
   });
 }
 
@@ -144,9 +159,9 @@ __device__ __forceinline__ void send_picks(const Args& a, const Targets& t, cons
   }
 }
 
-// How many records of earlier channels, and of this one, go to each rank. By all sending warps.
+// How many records of earlier channels, and of this one, go to each rank. By all warps.
 __device__ __forceinline__ void count_records(const Args& a, Shared& sh, Range mine, int warp, int lane) {
-  int before = 0, all = 0, warps = int(a.senders) + 1;
+  int before = 0, all = 0, warps = blockDim.x / 32;
   for (int first = warp * 32; first < mine.last; first += warps * 32) {
     u32 to = block_of_tokens(a, first, mine.last, lane);
     int split = mine.first - first;   // tokens of this block that belong to earlier channels
@@ -157,7 +172,6 @@ __device__ __forceinline__ void count_records(const Args& a, Shared& sh, Range m
     atomicAdd(&sh.begin[lane], before);
     atomicAdd(&sh.end[lane], all);
   }
-  barrier(kSendBarrier, warps * 32);
 }
 
 // Tells every rank what this block writes, then how far it has come. One warp, lane r for rank r.
@@ -209,17 +223,17 @@ __device__ __forceinline__ void announce(const Args& a, Shared& sh, int lane) {
   control->epoch = sh.epoch;
 }
 
-__device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, int warp, int lane) {
+// Start loading this warp's share of a unit, a part of a token.
+__device__ __forceinline__ void fetch(const Args& a, const Offsets& f, Stage& stage, Range mine, int unit, int lane) {
+  int parts = int(a.send_parts), token = mine.first + unit / parts;
+  if (token >= mine.last) return;
+  Range run = input_run(a, f, unit % parts);
+  stage.load(input_row(a, f, token) + run.first, run.last - run.first, lane);
+}
+
+__device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Range mine, int warp, int lane) {
   const Offsets& f = sh.f;
-  Range mine = channel_tokens(a.tokens, blockIdx.x, gridDim.x);
-  int workers = int(a.senders), parts = int(a.send_parts), units = (mine.last - mine.first) * parts;
-  auto fetch = [&](int unit) {
-    Range run = input_run(a, f, unit % parts);
-    if (unit < units) stage.load(input_row(a, f, mine.first + unit / parts) + run.first, run.last - run.first, lane);
-  };
-  if (warp < workers) fetch(warp);   // under way while records are counted
-  if (blockIdx.x == 0 and warp == workers) announce(a, sh, lane);
-  count_records(a, sh, mine, warp, lane);
+  int workers = int(a.senders), parts = int(a.send_parts);
   if (warp == workers) return publish(a, sh, mine, lane);
 
   int slot = lane < a.ranks ? sh.begin[lane] : 0;
@@ -241,7 +255,7 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, in
         bulk_commit();
         bulk_await_stored();
       }
-      fetch(unit + workers);
+      fetch(a, f, stage, mine, unit + workers, lane);
       sh.progress.finish(warp, ++done, lane);
     }
     slot += __popc(to);
@@ -250,7 +264,7 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, in
 }
 
 // Who sends how much: from the words that travel ahead of the records. One warp, lane s for source s.
-__device__ __forceinline__ bool receive_plan(const Args& a, Shared& sh, int lane) {
+__device__ __forceinline__ bool make_plan(const Args& a, Shared& sh, int lane) {
   bool ok = true;
   int total = 0;
   u64 proposal = ~u64(0);
@@ -265,7 +279,7 @@ __device__ __forceinline__ bool receive_plan(const Args& a, Shared& sh, int lane
     }
     if (ok) {
       proposal = signal_count(intent) >> kProposalBits;
-      int channels = int(intent >> kSignatureBits & (kChannels - 1)) + 1;
+      int channels = intent_channels(intent);
       sh.channels[lane] = channels;
       u64 all = wait_word(a, Op::kDispatch, lane, a.stream_begin, lane * (kChannels + 1) + channels, sh.epoch, 0);
       ok = all != 0;
@@ -283,7 +297,10 @@ __device__ __forceinline__ bool receive_plan(const Args& a, Shared& sh, int lane
   u64 first = __shfl_sync(kFullWarp, proposal, 0);
   bool same = __all_sync(kFullWarp, lane >= a.ranks or proposal == first);
   if (not ok or blockIdx.x != 0) return ok;
-  if (lane < a.ranks) reinterpret_cast<int*>(a.plan)[lane + 1] = up_to;
+  if (lane < a.ranks) {
+    reinterpret_cast<int*>(a.plan)[lane + 1] = up_to;
+    reinterpret_cast<int*>(a.plan)[a.ranks + 1 + lane] = sh.channels[lane];
+  }
   if (lane == 0) {
     reinterpret_cast<int*>(a.plan)[0] = 0;
     store_relaxed_sys(reinterpret_cast<u64*>(a.agreed), same ? first : 0);
@@ -388,13 +405,21 @@ __device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage,
 extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_dispatch(const __grid_constant__ ep::Args a) {
   using namespace ep;
   __shared__ Shared sh;
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, planner = blockDim.x / 32 - 1;
+  const bool sends = a.senders != 0, receives = a.receivers != 0;
   if (threadIdx.x < 32) sh.begin[lane] = sh.end[lane] = sh.progress.done[lane] = 0;
-  if (warp == 1) {
+  if (a.planned) await_previous();   // ep_await
+  if (warp == planner) {
     bool stopped = given_up(a, Op::kDispatch, 0, lane);
     if (lane == 0) sh.stopped = stopped;
+    if (lane < blockDim.x / 32) mbarrier_init(&sh.bars[lane]);
+    if (a.planned and lane < a.ranks) {
+      const int* plan = reinterpret_cast<const int*>(a.plan);
+      sh.base[lane] = plan[lane];
+      sh.channels[lane] = plan[a.ranks + 1 + lane];
+      if (lane == 0) sh.base[a.ranks] = plan[a.ranks];
+    }
   }
-  if (warp == 2 and lane < kWarps) mbarrier_init(&sh.bars[lane]);
   if (threadIdx.x == 0) {
     sh.epoch = load_relaxed_sys(&reinterpret_cast<LaneState*>(a.state)->epoch);
     Record f = record(Payload(a.payload), a.hidden, a.top_k);
@@ -402,23 +427,62 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_dispatch(const 
             int(payload_bytes(Payload(a.payload), a.hidden)), int(scale_bytes(Payload(a.payload), a.hidden) / 4)};
   }
   __syncthreads();
+  if (not receives) allow_next();
   if (not sh.stopped) {
     Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
-    int receiver = warp - int(a.receive_from);
-    bool receives = receiver >= 0 and receiver < a.receivers, plans = warp == kPlanner and a.receivers != 0;
-    bool ok = not plans or receive_plan(a, sh, lane);
-    if (a.senders != 0 and warp <= a.senders) send(a, sh, stage, warp, lane);
-    if (receives or plans) {
-      bool planner_receives = kPlanner - a.receive_from < a.receivers;
-      ok = barrier_and(kReceiveBarrier, 32 * (int(a.receivers) + not planner_receives), ok);
+    Range mine = channel_tokens(a.tokens, blockIdx.x, gridDim.x);
+    if (sends) {
+      if (warp < a.senders) fetch(a, sh.f, stage, mine, warp, lane);   // under way while records are counted
+      if (blockIdx.x == 0 and warp == a.senders) announce(a, sh, lane);
+      count_records(a, sh, mine, warp, lane);
+      __syncthreads();
+      if (warp <= a.senders) send(a, sh, stage, mine, warp, lane);
+    }
+    if (receives) {
+      const int receiver = warp - int(a.receive_from);
+      const bool mine_too = receiver >= 0 and receiver < a.receivers, plans = warp == planner and not a.planned;
+      bool ok = not plans or make_plan(a, sh, lane);
+      if (not a.planned and (mine_too or plans))
+        ok = barrier_and(kReceiveBarrier, 32 * (int(a.receivers) + (planner - a.receive_from >= a.receivers)), ok);
       stage.at = stage_memory + a.receive_at + receiver * a.receive_stage;
-      if (receives) ok = ok and receive(a, sh, stage, receiver, lane);
+      if (mine_too) ok = ok and receive(a, sh, stage, receiver, lane);
       if (not ok) sh.stopped = true;
     }
     __syncthreads();
   }
-  if (sh.stopped) {   // nothing that was not received may look like data
+  if (sh.stopped and receives) {   // nothing that was not received may look like data
     i64 rows = (a.masked ? a.local_experts : 1) * a.ranks * a.max_tokens;
     fill_nan(a.rows, rows * sh.f.row);
   }
+}
+
+// Returns once everything of the round has arrived: one block that waits for the peers, so that the kernel behind it can
+// place records on all multiprocessors and waits for nobody.
+extern "C" __global__ void __launch_bounds__(1024, 1) ep_await(const __grid_constant__ ep::Args a) {
+  using namespace ep;
+  __shared__ Shared sh;
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    sh.epoch = load_relaxed_sys(&reinterpret_cast<LaneState*>(a.state)->epoch);
+    sh.stopped = failed(a);
+  }
+  __syncthreads();
+  if (threadIdx.x < 32 and not sh.stopped) {
+    bool ok = make_plan(a, sh, lane);
+    if (lane == 0) sh.stopped = not ok;
+  }
+  __syncthreads();
+  bool ok = not sh.stopped;
+  for (int pair = threadIdx.x; ok and pair < a.ranks * kChannels; pair += blockDim.x) {
+    int source = pair / int(kChannels), channel = pair % int(kChannels);
+    if (channel >= sh.channels[source]) continue;
+    i64 words = source * (kChannels + 1) + channel;
+    u64 lo = wait_word(a, Op::kDispatch, source, a.stream_begin, words, sh.epoch, 0);
+    u64 hi = wait_word(a, Op::kDispatch, source, a.stream_begin, words + 1, sh.epoch, 0);
+    ok = lo != 0 and hi != 0 and
+         wait_word(a, Op::kDispatch, source, a.stream_tail, pair, sh.epoch, signal_count(hi) - signal_count(lo)) != 0;
+  }
+  __syncthreads();
+  allow_next();
+  await_previous();   // the sending kernel: whoever follows this kernel follows that one too
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +17,15 @@ from ep_backend.errors import EpDisagree, EpError, EpFailed, EpTimeout, WaitReco
 from ep_backend.fabric.base import Call, Received
 from ep_backend.fabric.meeting import Meeting
 from ep_backend.fabric.nvshmem import launch, world
-from ep_backend.fabric.nvshmem.launch import STAGE_BYTES, Args, Kernel, Roles
+from ep_backend.fabric.nvshmem.launch import MOST_WARPS, STAGE_BYTES, Args, Kernel, Launch, Roles
 from ep_backend.layout import Payload
 from ep_backend.modes import Layout, Mode
 from ep_backend.stats import BufferStats
 
 log = logging.getLogger(__name__)
 
-SMS = 24  # of every kernel that waits for a peer, unless the call says otherwise
-SMALL = 512  # tokens up to which a kernel's warps first send, then receive; beyond, they do both at once
+SMS = 24  # multiprocessors of every kernel that waits for a peer, unless the call says otherwise
+SMALL = 512  # tokens up to which sending, waiting and placing are kernels of their own; beyond, one does all at once
 OPS = ("dispatch", "combine")
 TIMEOUT, DISAGREE, ABORT, BAD_ID = 1, 2, 3, 4  # Fault of args.h
 MODES = {Mode.DIRECT, Mode.LOW_LATENCY}
@@ -48,7 +49,6 @@ class _State:
     """A call's launches: outputs, and what combine must know of every received record."""
 
     args: Args
-    blocks: int
     received: Received
     dispatch: tuple[int, ...]  # values of launch.CALL before the launch's own
     keep: tuple[torch.Tensor, ...]
@@ -69,10 +69,15 @@ class NvshmemFabric:
         self._meeting = meeting
         torch.cuda.synchronize()
         self.world = world.join(meeting, self.device, self.allocated_bytes)
-        self._kernels = {op: Kernel(op, f"ep_{op}", self.device) for op in OPS}
-        # One block a multiprocessor and lane is resident whatever the lanes' order, so blocks may await peers' blocks.
-        resident = torch.cuda.get_device_properties(self.device).multi_processor_count // config.lanes
-        self._most_blocks = min(resident, layout.CHANNELS)
+        self._kernels = {
+            "dispatch": Kernel("dispatch", "ep_dispatch", self.device),
+            "await": Kernel("dispatch", "ep_await", self.device),
+            "combine": Kernel("combine", "ep_combine", self.device),
+        }
+        # Kernels that wait for peers get so few blocks that those of all lanes are resident together, in any order.
+        multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._most_blocks = min(multiprocessors, layout.CHANNELS)
+        self._most_waiting = min(multiprocessors // config.lanes, layout.CHANNELS)
         # Host memory that kernels write: 16 words of error report, then agreed, and received rows by lane.
         self._host = torch.zeros(20, dtype=torch.int64, pin_memory=True)
         self._seen = self._host.numpy()
@@ -84,7 +89,7 @@ class NvshmemFabric:
         self._one = torch.ones(1, dtype=torch.int64, pin_memory=True)
         self._reason: str | None = None
         self._proposal = 0
-        self._role_cache: dict[tuple[object, ...], Roles] = {}
+        self._launches: dict[tuple[object, ...], tuple[Launch, ...]] = {}
         control = max(layout.lane_offset(s, i) + layout.lane(s).dispatch for i in range(config.lanes))
         self._heap = world.Heap(self.allocated_bytes, control, meeting)
         self._args = {
@@ -96,7 +101,8 @@ class NvshmemFabric:
         missing = [m.value for m in config.max_tokens if m not in MODES]
         if missing:
             raise ValueError(
-                f"mode {', '.join(missing)} is not there on the nvshmem fabric yet; give max_tokens to direct and low_latency only"
+                f"mode {', '.join(missing)} is not there on the nvshmem fabric yet; "
+                "give max_tokens to direct and low_latency only"
             )
         if config.ranks > launch.MAX_RANKS:
             raise ValueError(f"{config.ranks} ranks; the peer kernels serve up to {launch.MAX_RANKS} of one NVLink domain")
@@ -138,7 +144,7 @@ class NvshmemFabric:
             area=at + regions.combine,
             area_segment=layout.combine_segment(s, 1, tokens),
             payload=payload,
-            signature=mode.code << 8 | list(Layout).index(form) << 4 | payload,
+            signature=mode.code << 3 | list(Layout).index(form) << 2 | payload,
             agreed=host + 8 * 16,
         )
 
@@ -193,7 +199,7 @@ class NvshmemFabric:
             weights = self._empty((capacity, s.top_k), torch.float32)
         counts = self._empty((s.local_experts,), torch.int32)
         # plan | target | position | pick_weight, 32 bits each
-        sizes = (s.ranks + 1, capacity, capacity * s.top_k if masked else 0)
+        sizes = (2 * s.ranks + 1, capacity, capacity * s.top_k if masked else 0)
         records = self._empty((sizes[0] + sizes[1] + 2 * sizes[2],), torch.int32)
         plan = records.data_ptr()
         target, position = plan + 4 * sizes[0], plan + 4 * (sizes[0] + sizes[1])
@@ -208,40 +214,81 @@ class NvshmemFabric:
             *(int(not masked and not waits), self._host.data_ptr() + 8 * host_rows if waits else 0),
             *(plan, target, position, position + 4 * sizes[2]),
         )
-        blocks = max(1, min(SMS if call.sms is None else call.sms, self._most_blocks))
         received = Received(rows, scales, ids, weights, counts, None)
         args = self._args[call.lane, call.mode, call.layout, call.payload]
-        return _State(args, blocks, received, (*values, 0, 0), (records, rows))
+        return _State(args, received, (*values, 0, 0), (records, rows))
 
     def _answer(self, state: _State, y: torch.Tensor, out: torch.Tensor | None) -> tuple[int, ...]:
         return (*state.dispatch[:-2], y.data_ptr(), _address(out))
 
     def _launch(self, op: str, call: Call, state: _State, values: tuple[int, ...], *, send: bool, receive: bool) -> None:
-        state.args.pack(values, self._roles(op, call, send, receive), op == "combine" and receive)
-        self._kernels[op].launch(state.blocks, state.args, launch.stream_of(self.device))
+        tokens = min(call.tokens, SMALL + 1)  # beyond, launches do not depend on it
+        key = (op, call.payload, call.layout, call.scales is None, tokens, call.sms, send, receive)
+        launches = self._launches.get(key)
+        if launches is None:
+            make = self._dispatch_launches if op == "dispatch" else self._combine_launches
+            launches = self._launches[key] = make(call, send, receive)
+        stream = launch.stream_of(self.device)
+        for one in launches:
+            state.args.pack(values, one)
+            self._kernels[one.kernel].launch(one, state.args, stream)
 
-    def _roles(self, op: str, call: Call, send: bool, receive: bool) -> Roles:
-        key = (op, call.payload, call.layout, call.scales is None, call.tokens <= SMALL, send, receive)
-        if key not in self._role_cache:
-            self._role_cache[key] = self._make_roles(op, call, send, receive)
-        return self._role_cache[key]
+    def _blocks(self, call: Call, most: int, default: int) -> int:
+        return max(1, min(default if call.sms is None else call.sms, most))
 
-    def _make_roles(self, op: str, call: Call, send: bool, receive: bool) -> Roles:
-        hidden, small = self.shape.hidden, call.tokens <= SMALL
-        parts = 4 if small else 1
-        if op == "combine":
-            sent = 0 if call.layout is Layout.MASKED else _run(2 * hidden, 16, parts)
-            most, received = (14 if call.layout is Layout.MASKED else 8), 0
-        else:
-            cast = _casts(call)
-            # The cast leaves its scales behind the row.
-            sent = _run(2 * hidden, 1024, parts) + layout.align_up(hidden // 32, 16) if cast else 0
-            sent = sent or _run(layout.payload_bytes(call.payload, hidden), 16, parts)
-            received = layout.record(call.payload, hidden, self.shape.top_k).bytes
-            most = 9 if cast else 6
-        if send and receive and not small:
-            return Roles.together(sent, received, most, parts)
-        return Roles.in_turn(send, receive, sent, received, parts)
+    def _dispatch_launches(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
+        hidden, cast = self.shape.hidden, _casts(call)
+        row = 2 * hidden if cast else layout.payload_bytes(call.payload, hidden)
+        # The cast takes 512 channels at a time and leaves its scales behind the row.
+        step, scales = (1024, layout.align_up(hidden // 32, 16)) if cast else (16, 0)
+        record = layout.record(call.payload, hidden, self.shape.top_k).bytes
+        waiting = self._blocks(call, self._most_waiting, SMS)
+        if call.tokens > SMALL:
+            if send and receive:
+                roles = Roles.together(_run(row, step, 1) + scales, record, 10 if cast else 6)
+            else:
+                stage = max((_run(row, step, 1) + scales) * send, record * receive)
+                warps = min(MOST_WARPS - 2, STAGE_BYTES // stage)
+                roles = Roles(warps * send, 0, warps * receive, stage, stage)
+            return (Launch("dispatch", waiting, MOST_WARPS, roles),)
+        result = []
+        if send:
+            blocks = self._blocks(call, self._most_blocks, max(1, call.tokens))
+            parts = max(1, min(8, layout.ceil_div(row, 2048)))
+            stage = _run(row, step, parts) + scales
+            most = min(16, STAGE_BYTES // stage)
+            senders = max(1, min(parts * layout.ceil_div(call.tokens, blocks), most))
+            result.append(Launch("dispatch", blocks, senders + 1, Roles(senders, send_stage=stage, send_parts=parts)))
+        if receive:
+            result.append(Launch("await", 1, 8, Roles(), early=send))
+            warps = min(4 * self.shape.ranks, 16, STAGE_BYTES // record)
+            roles = Roles(receivers=warps, receive_stage=record, planned=1)
+            blocks = self._blocks(call, self._most_blocks, self._most_blocks)
+            result.append(Launch("dispatch", blocks, warps, roles, early=True))
+        return tuple(result)
+
+    def _combine_launches(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
+        row, ranks = 2 * self.shape.hidden, self.shape.ranks
+        masked = call.layout is Layout.MASKED
+        waiting = self._blocks(call, self._most_waiting, SMS)
+        if call.tokens > SMALL and send and receive:
+            roles = Roles.together(0 if masked else _run(row, 16, 1), 0, _coprime(14 if masked else 9, ranks))
+            return (Launch("combine", waiting, MOST_WARPS, roles, ends=True),)
+        parts = max(1, min(8, layout.ceil_div(row, 2048))) if call.tokens <= SMALL else 1
+        result = []
+        if send:
+            stage = 0 if masked else _run(row, 16, parts)
+            most = min(14, STAGE_BYTES // max(stage, 1))
+            wanted = max(parts * ranks, 7) if call.tokens <= SMALL else most
+            senders = _coprime(min(most, wanted), 1 if masked else ranks)
+            roles = Roles(senders, send_stage=stage, send_parts=parts)
+            blocks = self._blocks(call, self._most_blocks, self._most_blocks)
+            result.append(Launch("combine", blocks, senders + 1, roles))
+        if receive:
+            warps = 10 if call.tokens <= SMALL else MOST_WARPS  # so few that they fit beside the sending block
+            roles = Roles(receivers=warps, receive_parts=min(parts, 2))
+            result.append(Launch("combine", waiting, warps, roles, early=send, ends=True))
+        return tuple(result)
 
     def _await_rows(self, call: Call) -> int:
         deadline = time.monotonic() + self.config.timeout_s + 5.0
@@ -342,6 +389,11 @@ class NvshmemFabric:
         self._heap.close(min(self.config.timeout_s, 5.0))
 
 
+def _coprime(most: int, ranks: int) -> int:
+    """A number of workers of which none gets the same rank's rows each time."""
+    return next(n for n in range(most, 0, -1) if math.gcd(n, ranks) == 1)
+
+
 def _casts(call: Call) -> bool:
     return call.scales is None and call.payload is not Payload.BF16
 
@@ -362,5 +414,5 @@ def _cut(r: Received, n: int) -> Received:
 
 
 def _describe(signature: int) -> str:
-    mode, form = list(Mode)[signature >> 8 & 3], list(Layout)[signature >> 4 & 15]
-    return f"{mode.value} ({form.value}, {Payload(signature & 15).name.lower()})"
+    mode, form = list(Mode)[signature >> 3 & 3], list(Layout)[signature >> 2 & 1]
+    return f"{mode.value} ({form.value}, {Payload(signature & 3).name.lower()})"

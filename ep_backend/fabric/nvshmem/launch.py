@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +14,7 @@ from ep_backend.errors import EpError
 from ep_backend.fabric.nvshmem.world import check, driver
 
 MAX_RANKS = 32
-WARPS = 24
+MOST_WARPS = 24  # of a block
 STAGE_BYTES = 220 << 10  # shared memory that a block's warps share for bulk copies
 IMAGES = Path(__file__).resolve().parents[2] / "images"
 
@@ -29,7 +30,7 @@ CALL = (
     *("rows", "scales", "out_ids", "out_weights", "counts", "scale_stride", "fill", "host_rows"),
     *("plan", "target", "position", "pick_weight", "y", "out"),
     *("senders", "receive_from", "receivers", "send_stage", "receive_stage", "receive_at"),
-    *("send_parts", "receive_parts", "advance"),
+    *("send_parts", "receive_parts", "planned", "advance"),
 )
 _call = struct.Struct(f"{len(CALL)}q")
 _call_at = 8 * (MAX_RANKS + len(LANE))
@@ -46,38 +47,47 @@ class Args:
         self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
         self.address = ctypes.addressof(self._parameters)
 
-    def pack(self, call: tuple[int, ...], roles: Roles, advance: bool) -> None:
+    def pack(self, call: tuple[int, ...], launch: Launch) -> None:
         """Values of CALL up to the launch's, who does what, and whether the round ends."""
-        _call.pack_into(self.buffer, _call_at, *call, *astuple(roles), advance)
+        _call.pack_into(self.buffer, _call_at, *call, *launch.roles, launch.ends)
 
 
-@dataclass(frozen=True, slots=True)
-class Roles:
+class Roles(NamedTuple):
     """Who of a block's warps does what, and what shared memory each has; see Args."""
 
-    senders: int
-    receive_from: int
-    receivers: int
-    send_stage: int
-    receive_stage: int
-    receive_at: int
-    send_parts: int
-    receive_parts: int
+    senders: int = 0
+    receive_from: int = 0
+    receivers: int = 0
+    send_stage: int = 0
+    receive_stage: int = 0
+    receive_at: int = 0
+    send_parts: int = 1
+    receive_parts: int = 1
+    planned: int = 0
 
     @classmethod
-    def together(cls, send_stage: int, receive_stage: int, most_senders: int, parts: int) -> Roles:
+    def together(cls, send_stage: int, receive_stage: int, most_senders: int) -> Roles:
         """Sending and receiving warps side by side; the warp between them publishes, the last one plans."""
         senders = max(1, min(most_senders, (STAGE_BYTES - receive_stage) // max(send_stage, 1)))
         left = (STAGE_BYTES - senders * send_stage) // max(receive_stage, 1)
-        receivers = min(WARPS - 2 - senders, left)
-        return cls(senders, senders + 1, receivers, send_stage, receive_stage, senders * send_stage, parts, parts)
+        receivers = min(MOST_WARPS - 2 - senders, left)
+        return cls(senders, senders + 1, receivers, send_stage, receive_stage, senders * send_stage)
 
-    @classmethod
-    def in_turn(cls, send: bool, receive: bool, send_stage: int, receive_stage: int, parts: int) -> Roles:
-        """All warps send, then all receive; or one of the two."""
-        stage = max(send_stage * send, receive_stage * receive, 1)
-        senders, receivers = min(WARPS - 2, STAGE_BYTES // stage), min(WARPS, STAGE_BYTES // stage)
-        return cls(senders * send, 0, receivers * receive, stage, stage, 0, parts, parts)
+    @property
+    def shared_bytes(self) -> int:
+        return max(self.senders * self.send_stage, self.receive_at + self.receivers * self.receive_stage)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """One kernel of an operation. ``early``: it may start before the one in front of it has ended."""
+
+    kernel: str
+    blocks: int
+    warps: int
+    roles: Roles
+    early: bool = False
+    ends: bool = False  # the lane's round
 
 
 class Kernel:
@@ -90,13 +100,26 @@ class Kernel:
         self._function = check(self._driver.cuKernelGetFunction(kernel))
         attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(self._driver.cuFuncSetAttribute(self._function, attribute, STAGE_BYTES))
+        self._configs: dict[Launch, Any] = {}
 
-    def launch(self, blocks: int, args: Args, stream: int) -> None:
-        status = self._driver.cuLaunchKernel(
-            self._function, blocks, 1, 1, 32 * WARPS, 1, 1, STAGE_BYTES, stream, args.address, 0
-        )[0]
+    def launch(self, how: Launch, args: Args, stream: int) -> None:
+        config = self._configs.get(how) or self._configs.setdefault(how, self._config(how))
+        config.hStream = stream
+        status = self._driver.cuLaunchKernelEx(config, self._function, args.address, 0)[0]
         if int(status) != 0:
             raise EpError(f"launch failed: {status.name}")
+
+    def _config(self, how: Launch) -> Any:
+        config = self._driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = how.blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = 32 * how.warps, 1, 1
+        config.sharedMemBytes = how.roles.shared_bytes
+        if how.early:
+            attribute = self._driver.CUlaunchAttribute()
+            attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        return config
 
 
 def _find(image: str, device: torch.device) -> Path:

@@ -94,8 +94,8 @@ class Heap:
         unmapped = [r for r, p in enumerate(self.peers) if p == 0]
         if unmapped:
             raise EpError(
-                f"rank {meeting.rank} has no mapping of the memory of rank {', '.join(map(str, unmapped))}: these kernels store "
-                "to peers of one NVLink domain"
+                f"rank {meeting.rank} has no mapping of the memory of rank {', '.join(map(str, unmapped))}: "
+                "these kernels store to peers of one NVLink domain"
             )
         fill(self.base, 0, control)
         torch.cuda.synchronize()

@@ -23,7 +23,7 @@ constexpr i64 kMaxTopK = 32;          // one warp lane a pick
 constexpr i64 kRecordAlign = 32;      // a record starts on a sector, and bulk copies need 16
 constexpr i64 kRegionAlign = 1024;
 constexpr i64 kRailChannels = 4;      // independent tails of hybrid's rail hop
-constexpr i64 kChannels = 64;         // most streams, one a thread block, that a source's records travel in (CUDA)
+constexpr i64 kChannels = 128;        // most streams, one a thread block, that a source's records travel in (CUDA)
 constexpr i64 kCountBits = 24;        // low bits of a signal word; the upper 40 hold the epoch
 constexpr u64 kCountMask = (u64(1) << kCountBits) - 1;
 
@@ -95,8 +95,8 @@ struct Words {
   i64 arrival;          // [R]      by source rank: its records of this epoch are here (direct, low_latency, hybrid's last hop)
   i64 expert_arrival;   // [e][R]   the same for each local expert (low_latency, per_expert form)
   i64 returned;         // [R]      by rank: its combine rows are here, and my dispatch slots there are free
-  i64 stream_begin;     // [R][64+1] by source rank and channel: slot of its first record; behind the last channel, all its records
-  i64 stream_tail;      // [R][64]  by source rank and channel: records written so far (direct, low_latency on CUDA)
+  i64 stream_begin;     // [R][128+1] by source rank and channel: slot of its first record; behind the last channel, all its records
+  i64 stream_tail;      // [R][128] by source rank and channel: records written so far (direct, low_latency on CUDA)
   i64 stream_returned;  // [R][64]  by rank and my channel: combine rows written so far
   i64 rail_tail;        // [N][C]   by source node and channel: records written so far (hybrid)
   i64 rail_total;       // [N][C]   by source node and channel: records there will be (hybrid)

@@ -71,6 +71,10 @@ __device__ __forceinline__ void store_vec(void* p, const Vec& r) {
                ::"l"(p), "r"(r.v[0]), "r"(r.v[1]), "r"(r.v[2]), "r"(r.v[3]) : "memory");
 }
 
+// Programmatic launches: the next kernel of the stream may start now; and: the one before has ended.
+__device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // Bulk copies run in the async proxy. One thread starts a load and all of a warp may wait for it; whoever starts a store
 // commits and awaits it.
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }

@@ -6,8 +6,9 @@
 namespace ep {
 
 // The tokens of one channel. Sender and owner split alike, so a channel's combine rows are those of its tokens.
-__device__ __forceinline__ Range channel_tokens(i64 tokens, int channel, int channels) {
-  return {int(tokens * channel / channels), int(tokens * (channel + 1) / channels)};
+__device__ __forceinline__ Range channel_tokens(i64 tokens, u32 channel, u32 channels) {
+  u32 t = u32(tokens);   // below 2^24, channels below 2^8
+  return {int(t * channel / channels), int(t * (channel + 1) / channels)};
 }
 
 // One pick's expert, -1 for none. Ids outside the model count as none and are reported by who sends them.

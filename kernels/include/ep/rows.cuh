@@ -5,7 +5,7 @@
 
 namespace ep {
 
-constexpr int kSendBarrier = 1, kReceiveBarrier = 2;   // named barriers
+constexpr int kReceiveBarrier = 1;   // a named barrier
 
 struct Range {
   int first, last;   // [first, last)
@@ -90,8 +90,8 @@ __device__ __forceinline__ void sum_rows(u64 to, Range run, u32 set, int lane, L
 // All threads of the grid; bf16 and e4m3 alike read all ones as NaN.
 __device__ __noinline__ void fill_nan(u64 to, i64 bytes) {
   Vec nan{{~0u, ~0u, ~0u, ~0u}};
-  i64 step = i64(gridDim.x) * kThreads;
-  for (i64 i = i64(blockIdx.x) * kThreads + threadIdx.x; i < bytes / 16; i += step) reinterpret_cast<Vec*>(to)[i] = nan;
+  i64 step = i64(gridDim.x) * blockDim.x;
+  for (i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x; i < bytes / 16; i += step) reinterpret_cast<Vec*>(to)[i] = nan;
 }
 
 }  // namespace ep
