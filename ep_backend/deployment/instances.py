@@ -42,15 +42,15 @@ def router_instance(deployment: Deployment, engines: list[Instance]) -> Instance
     if deployment.roles.unified is not None:
         return None
     bases = {engine.role: _base(engine.health) for engine in engines if engine.health}
-    router = deployment.router
+    host, port = _front(deployment)
     command = [
-        *[_program("vllm-router"), "--host", router.host, "--port", str(router.port)],
+        *[_program("vllm-router"), "--host", host, "--port", str(port)],
         *["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"],
         *["--prefill", bases["prefill"], "--decode", bases["decode"]],
         # A retry would repeat a request whose engine has just died, and hide that.
         *["--disable-retries", "--prometheus-port", str(free_ports(1))],
     ]
-    return Instance("router", None, command, health=f"http://{router.host}:{router.port}/health")
+    return Instance("router", None, command, health=f"http://{host}:{port}/health")
 
 
 def role_instances(deployment: Deployment, name: RoleName, role: Role, folder: Path) -> list[Instance]:
@@ -61,7 +61,7 @@ def role_instances(deployment: Deployment, name: RoleName, role: Role, folder: P
     settings.touch(mode=0o600)
     settings.write_text(json.dumps(_settings(deployment, name, role, agent_port), indent=2))
     unified = name == "unified"
-    host, port = (deployment.router.host, deployment.router.port) if unified else ("127.0.0.1", free_ports(1))
+    host, port = _front(deployment) if unified else ("127.0.0.1", free_ports(1))
     agents = [f"http://{deployment.control.host}:{agent_port + rank}" for rank in range(role.ep_size)]
     env = {**role.env, SETTINGS_VARIABLE: str(settings)}
     if not unified:
@@ -134,6 +134,12 @@ def _program(name: str) -> str:
     if found is None:
         raise FileNotFoundError(f"{name} is not installed: `pip install {name}` in this environment, or use `./ep`")
     return found
+
+
+def _front(deployment: Deployment) -> tuple[str, int]:
+    """Where the router, or a unified instance, listens: where clients ask, unless a door stands there."""
+    router = deployment.router
+    return ("127.0.0.1", free_ports(1)) if router.hold else (router.host, router.port)
 
 
 def _base(url: str | None) -> str:

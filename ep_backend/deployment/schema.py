@@ -206,6 +206,10 @@ class Router(Strict):
 
     host: str = "127.0.0.1"
     port: Port = 8000
+    hold: bool = Field(
+        default=False,
+        description="a door before it keeps requests waiting while a role restarts; all bytes then pass through Python",
+    )
 
 
 class Control(Strict):

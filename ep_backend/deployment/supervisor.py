@@ -16,6 +16,7 @@ import httpx
 
 from ep_backend.control.audit import Audit
 from ep_backend.control.controller import RestartFailed
+from ep_backend.control.door import Door
 from ep_backend.control.service import start_service
 from ep_backend.deployment.agents import rank_statuses
 from ep_backend.deployment.instances import Instance, engine_instances, role_instances, router_instance
@@ -25,6 +26,7 @@ from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.processes import session_members, shared_memory_of, start_ticks, stop_sessions
 from ep_backend.deployment.schema import Deployment, RoleName
 from ep_backend.deployment.state import InstanceState, RunState, remove_state, run_dir, write_state
+from ep_backend.serving import Background
 
 POLL_S = 0.5
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -57,6 +59,8 @@ class Supervisor:
         self.shared: set[Path] = set()
         self.stop_asked = threading.Event()
         self.engines: list[Instance] = []
+        target = deployment.target
+        self.door = Door(2 * (target.start_timeout_s + target.stop_timeout_s)) if router.hold else None
         self.restarts: SimpleQueue[tuple[RoleName, Deployment, Future[None]]] = SimpleQueue()
         self.state = RunState(
             name=deployment.name,
@@ -73,7 +77,7 @@ class Supervisor:
 
         Raises DeploymentError, before anything is started, if the control service cannot listen.
         """
-        with self._control(), _signals_set(self.stop_asked):
+        with self._services(), _signals_set(self.stop_asked):
             try:
                 self._start()
                 while True:
@@ -94,17 +98,20 @@ class Supervisor:
         await asyncio.wrap_future(done)
 
     @contextlib.contextmanager
-    def _control(self) -> Iterator[None]:
-        audit = Audit(self.folder / "audit.jsonl")
-        try:
-            service = start_service(self.loaded, lambda: self.state, self.restart, audit)
-        except ValueError as error:
-            raise DeploymentError([str(error)]) from None
-        self.state.control_url = f"http://{self.deployment.control.host}:{service.port}"
-        try:
+    def _services(self) -> Iterator[None]:
+        """The control service, and the door if there is one."""
+        audit, router = Audit(self.folder / "audit.jsonl"), self.deployment.router
+        with contextlib.ExitStack() as stack:
+            try:
+                service = start_service(self.loaded, lambda: self.state, self.restart, audit)
+                stack.callback(service.stop)
+                if self.door is not None:
+                    door = Background(self.door, name="door", setting="router.", host=router.host, port=router.port)
+                    stack.callback(door.stop)
+            except ValueError as error:
+                raise DeploymentError([str(error)]) from None
+            self.state.control_url = f"http://{self.deployment.control.host}:{service.port}"
             yield
-        finally:
-            service.stop()
 
     def _start(self) -> None:
         self._enter("starting")
@@ -121,6 +128,8 @@ class Supervisor:
             self._wait_healthy([router])
         self._note_ranks()
         self.shared |= shared_memory_of(session_members(self._leaders()))
+        if self.door is not None:
+            self.door.target = next(i.url for i in self.state.instances if i.url and i.role in (None, "unified"))
         self._enter("ready")
 
     def _restart_asked(self) -> None:
@@ -141,12 +150,22 @@ class Supervisor:
 
     def _relaunch(self, role: RoleName, deployment: Deployment) -> None:
         self._enter("starting")
+        self._drain()
         self._end(role)
         self.deployment = deployment
         settings = dict(deployment.roles.items())[role]
         anew = role_instances(deployment, role, settings, self.folder)
         self.engines = [engine for engine in self.engines if engine.role != role] + anew
         self._bring_up(anew)
+
+    def _drain(self) -> None:
+        """Close the door, and wait a while for those inside to finish."""
+        if self.door is None:
+            return
+        self.door.target = None
+        deadline = time.monotonic() + self.deployment.target.stop_timeout_s
+        while self.door.inside and time.monotonic() < deadline:
+            self._wait_a_moment()
 
     def _end(self, role: RoleName) -> None:
         """Stop the role and the router, which knows it by addresses that go."""

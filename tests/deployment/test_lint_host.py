@@ -44,9 +44,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
         monkeypatch.setattr(module, "installed", versions.get)
 
 
-def test_a_local_target_is_held_to_what_is_installed(
-    local: Callable[..., Deployment], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_target_is_held_to_what_is_installed(local: Callable[..., Deployment], monkeypatch: pytest.MonkeyPatch) -> None:
     right = {"vllm": "0.33.0", "torch": "2.14.0", "nvidia-nvshmem-cu13": "3.4.5"}
     cuda = {"topology": {"preset": "h200-nvl4"}}
     for change, expected in (

@@ -29,12 +29,16 @@ def test_an_editor_is_offered_the_presets() -> None:
 
 
 def test_the_presets_asked_for_are_there() -> None:
-    assert {"h800-nvl8-cx7", "h100-nvl8-cx7", "h200-nvl8-cx7", "h200-nvl4", "b200-nvl8", "gb200-nvl72", "p5-efa"} == set(topologies())
+    assert {"h800-nvl8-cx7", "h100-nvl8-cx7", "h200-nvl8-cx7", "h200-nvl4", "b200-nvl8", "gb200-nvl72", "p5-efa"} == set(
+        topologies()
+    )
     wanted = {"deepseek-v3", "deepseek-r1", "deepseek-v2-lite", "kimi-k2", "qwen3-235b-a22b", "glm-4.5", "gpt-oss-120b"}
     assert wanted == set(models())
 
 
-@pytest.mark.parametrize(("text", "size"), [("64GiB", 64 << 30), ("1.5 GB", 1_500_000_000), ("512MiB", 512 << 20), (4096, 4096)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("64GiB", 64 << 30), ("1.5 GB", 1_500_000_000), ("512MiB", 512 << 20), (4096, 4096)]
+)
 def test_sizes_have_units(text: object, size: int) -> None:
     assert Topology(hbm=text).hbm == size  # type: ignore[arg-type]
 

@@ -68,7 +68,7 @@ def test_over_several_nodes_the_bytes_to_other_nodes_count(tmp_path: Path) -> No
         rows.append(r)
     line = recalibrated(calibrations()["link-rate"], bench(tmp_path, *rows)).line(Mode.LOW_LATENCY, "dispatch", 2)
     assert (line.nic_gbs, line.nvlink_gbs) == (pytest.approx(46, rel=1e-3), None)
-    with pytest.raises(ValueError, match="bench.jsonl:1: dispatch over 2 nodes has no scale_out_bytes"):
+    with pytest.raises(ValueError, match=r"bench\.jsonl:1: dispatch over 2 nodes has no scale_out_bytes"):
         recalibrated(calibrations()["link-rate"], bench(tmp_path, row(8, gpus_per_node=2)))
 
 

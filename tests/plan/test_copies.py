@@ -13,14 +13,13 @@ from ep_backend.plan.cost import traffic
 
 SAMPLED = 20_000
 
-# experts, top_k, ranks, nodes; nodes divide ranks, ranks divide experts
-shapes = st.builds(
-    lambda nodes, per_node, per_rank, top_k: (nodes * per_node * per_rank, min(top_k, nodes * per_node * per_rank), nodes * per_node, nodes),
-    st.integers(1, 16),
-    st.integers(1, 8),
-    st.integers(1, 8),
-    st.integers(1, 16),
-)
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, int, int, int]:
+    """experts, top_k, ranks, nodes; nodes divide ranks, ranks divide experts."""
+    nodes, per_node, per_rank = draw(st.integers(1, 16)), draw(st.integers(1, 8)), draw(st.integers(1, 8))
+    experts = nodes * per_node * per_rank
+    return experts, draw(st.integers(1, min(16, experts))), nodes * per_node, nodes
 
 
 def sampled_places(ids: np.ndarray, per_place: int) -> float:
@@ -107,7 +106,7 @@ def test_a_skewed_histogram_sends_fewer_copies_to_a_hotter_port() -> None:
     assert skewed.gpu_skew >= skewed.node_skew > 1
 
 
-@given(shapes)
+@given(shapes())
 def test_fewer_duplicates_the_larger_the_place(shape: tuple[int, int, int, int]) -> None:
     experts, top_k, ranks, nodes = shape
     c = uniform(experts, top_k, ranks, nodes)
@@ -116,7 +115,7 @@ def test_fewer_duplicates_the_larger_the_place(shape: tuple[int, int, int, int])
     assert c.nodes <= nodes + 1e-9
 
 
-@given(shapes)
+@given(shapes())
 def test_hybrid_never_crosses_more_often_than_direct_nor_direct_than_low_latency(shape: tuple[int, int, int, int]) -> None:
     _, _, ranks, nodes = shape
     c = uniform(*shape)
@@ -125,7 +124,7 @@ def test_hybrid_never_crosses_more_often_than_direct_nor_direct_than_low_latency
     assert nic[1] <= nic[2] + 1e-9
 
 
-@given(shapes)
+@given(shapes())
 def test_copies_of_direct_are_those_to_other_gpus(shape: tuple[int, int, int, int]) -> None:
     """NIC, NVLink and the token's own share make up all its destinations."""
     _, _, ranks, nodes = shape

@@ -1,7 +1,6 @@
 """A whole deployment's plan: the keys and figures that others rely on, memory, and what auto picks."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ from hypothesis import strategies as st
 from ep_backend.deployment.load import load
 from ep_backend.deployment.presets import models, topologies
 from ep_backend.deployment.schema import Deployment
+from ep_backend.modes import Mode
 from ep_backend.plan.calibration import OPS, calibrations
 from ep_backend.plan.memory import memory
 from ep_backend.plan.model import GIB, model_shape
 from ep_backend.plan.planner import Plan, plan
-from ep_backend.modes import Mode
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 EP128 = DEPLOY / "deepseek-v3-h800-ep128.yaml"
@@ -60,9 +59,7 @@ def test_the_figures_of_ep128(ep128: dict[str, Any]) -> None:
 def test_every_documented_key_is_there_and_no_other(ep128: dict[str, Any]) -> None:
     """docs/plan.md names each key of the JSON once, in backquotes at the start of a table row."""
     documented = {
-        line.split("`")[1]
-        for line in (DEPLOY.parent / "docs" / "plan.md").read_text().splitlines()
-        if line.startswith("| `")
+        line.split("`")[1] for line in (DEPLOY.parent / "docs" / "plan.md").read_text().splitlines() if line.startswith("| `")
     }
     keys: set[str] = set()
 
