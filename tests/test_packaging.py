@@ -1,0 +1,95 @@
+"""What is installed, when CUDA images are compiled, and which Pythons the bootstrap takes."""
+
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy, so that building leaves nothing in the repository."""
+    copy = tmp_path / "checkout"
+    copy.mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("ep_backend", "server_plugins", "kernels", "deploy", "tests"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "images"))
+    return copy
+
+
+def build(checkout: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", "dist", "."]
+    return subprocess.run(command, cwd=checkout, env={**os.environ, **env}, capture_output=True, text=True, timeout=250)
+
+
+@pytest.mark.slow
+def test_the_wheel_has_two_packages_and_the_entry_points(checkout: Path) -> None:
+    result = build(checkout, EP_CUDA="0")
+    assert result.returncode == 0, result.stderr
+    (wheel,) = (checkout / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        entry_points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+        metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"ep_backend", "server_plugins"}
+    assert "ep_backend = server_plugins.vllm:register" in entry_points
+    required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
+    assert not [line for line in required if any(name in line for name in ("torch", "vllm", "sglang"))]
+
+
+@pytest.fixture
+def compile_images(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    return runpy.run_path(str(ROOT / "setup.py"))["compile_images"]
+
+
+def use_builder(compile_images: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, nvcc: bool) -> None:
+    builder = tmp_path / "build.py"
+    builder.write_text(f"def build(out_dir):\n    {body}\n")
+    monkeypatch.setitem(compile_images.__globals__, "BUILDER", builder)
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/nvcc" if nvcc else None)
+
+
+def test_images_are_compiled_where_nvcc_is(
+    compile_images: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("EP_CUDA", raising=False)
+    use_builder(compile_images, monkeypatch, tmp_path, "out_dir.mkdir()", nvcc=True)
+    compile_images(tmp_path / "images")
+    assert (tmp_path / "images").is_dir()
+    use_builder(compile_images, monkeypatch, tmp_path, "raise RuntimeError('no such arch')", nvcc=True)
+    compile_images(tmp_path / "images")
+    assert "compiling failed: no such arch (EP_CUDA=1 makes this fatal)" in capsys.readouterr().err
+
+
+def test_ep_cuda_forces_and_forbids(compile_images: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use_builder(compile_images, monkeypatch, tmp_path, "raise RuntimeError('called')", nvcc=True)
+    monkeypatch.setenv("EP_CUDA", "0")
+    compile_images(tmp_path)
+    monkeypatch.setenv("EP_CUDA", "1")
+    with pytest.raises(RuntimeError, match="called"):
+        compile_images(tmp_path)
+    use_builder(compile_images, monkeypatch, tmp_path, "pass", nvcc=False)
+    with pytest.raises(SystemExit, match="EP_CUDA=1 but nvcc is not on PATH"):
+        compile_images(tmp_path)
+    monkeypatch.setenv("EP_CUDA", "yes")
+    with pytest.raises(SystemExit, match="EP_CUDA='yes': must be 0"):
+        compile_images(tmp_path)
+
+
+@pytest.mark.parametrize("version", [(3, 10, 13), (3, 15, 0)])
+def test_the_bootstrap_refuses_other_pythons(version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    bootstrap = runpy.run_path(str(ROOT / "ep"))
+    monkeypatch.setattr(sys, "version_info", version)
+    with pytest.raises(SystemExit, match=r"must be 3\.11 to 3\.14"):
+        bootstrap["main"]()
