@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ep_backend.control.flip import Carrier, Flip, FlipRefused
-from ep_backend.serving import Background, needs_key
+from ep_backend.serving import Background, needs_key, require_key
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -47,7 +47,8 @@ class Agent:
         self._identity = identity
         self._flip = flip
         self._buffers = buffers
-        self._server = Background(self._app(key), name="agent", setting="agent_", host=host, port=port, key=key)
+        require_key(key, setting="agent_", host=host)
+        self._server = Background(self._app(key), name="agent", setting="agent_", host=host, port=port)
 
     @property
     def port(self) -> int:

@@ -8,10 +8,7 @@ import ipaddress
 import socket
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
+from typing import Any
 
 
 def is_loopback(host: str) -> bool:
@@ -32,19 +29,23 @@ def needs_key(key: str | None) -> Callable[..., None]:
     return allow
 
 
-class Background:
-    """Serves an app until :meth:`stop`. Port 0 takes a free one. A host that others can reach needs a key.
+def require_key(key: str | None, *, setting: str, host: str) -> None:
+    """ValueError if a host that others can reach has no key. ``setting`` as in :class:`Background`."""
+    if not key and not is_loopback(host):
+        raise ValueError(f"{setting}host={host} can be reached from other machines; set {setting}key, or use 127.0.0.1")
 
-    ``setting`` starts the names of the settings that errors mention: "agent_" for agent_host, agent_port, agent_key.
+
+class Background:
+    """Serves an ASGI app until :meth:`stop`; ValueError if it cannot listen. Port 0 takes a free one.
+
+    ``setting`` starts the names of the settings that errors mention: "agent_" for agent_host and agent_port.
     """
 
-    def __init__(self, app: FastAPI, *, name: str, setting: str, host: str, port: int, key: str | None) -> None:
+    def __init__(self, app: Any, *, name: str, setting: str, host: str, port: int) -> None:
         import uvicorn
 
-        if not key and not is_loopback(host):
-            raise ValueError(f"{setting}host={host} can be reached from other machines; set {setting}key, or use 127.0.0.1")
         self._socket = _listen(name, setting, host, port)
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 

@@ -19,7 +19,7 @@ from ep_backend.deployment.client import chat
 from ep_backend.deployment.load import Loaded
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.state import RunState
-from ep_backend.serving import Background, is_loopback, needs_key
+from ep_backend.serving import Background, is_loopback, needs_key, require_key
 
 PAGE = Path(__file__).with_name("page.html")
 # The page is one file and asks this service only.
@@ -31,12 +31,11 @@ DryRun = Annotated[bool, Query(description="say what would happen, after asking 
 
 
 def start_service(loaded: Loaded, state: Callable[[], RunState], restart: Restart, audit: Audit) -> Background:
-    """The service of a deployment, in a thread of this process; ValueError if it cannot listen."""
+    """The service of a deployment, in a thread of this process; ValueError if it must not or cannot listen."""
     control = loaded.deployment.control
+    require_key(control.key, setting="control.", host=control.host)
     app = make_app(Controller(loaded, state, restart), state, audit, control.host, control.key)
-    return Background(
-        app, name="control service", setting="control.", host=control.host, port=control.port or 0, key=control.key
-    )
+    return Background(app, name="control service", setting="control.", host=control.host, port=control.port or 0)
 
 
 def make_app(controller: Controller, state: Callable[[], RunState], audit: Audit, host: str, key: str | None) -> FastAPI:

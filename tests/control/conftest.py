@@ -13,12 +13,10 @@ import httpx
 import pytest
 
 from ep_backend.control.audit import Audit
-from ep_backend.control.controller import Controller
-from ep_backend.control.service import make_app
+from ep_backend.control.service import start_service
 from ep_backend.deployment.load import load
 from ep_backend.deployment.schema import Deployment, RoleName
 from ep_backend.deployment.state import InstanceState, RunState
-from ep_backend.serving import Background
 from tests.control.instance import Instance
 
 KEY = "correct horse"
@@ -88,8 +86,7 @@ def _running(folder: Path, roles: dict[str, Instance]) -> Iterator[Service]:
         restarted.append((role, deployment))
 
     audit = folder / "audit.jsonl"
-    app = make_app(Controller(loaded, lambda: state, restart), lambda: state, Audit(audit), "127.0.0.1", KEY)
-    server = Background(app, name="control service", setting="control.", host="127.0.0.1", port=0, key=KEY)
+    server = start_service(loaded, lambda: state, restart, Audit(audit))
     headers = {"Authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", headers=headers, timeout=60) as client:
         try:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from tests.deployment.conftest import Workplace
 from tests.deployment.conftest import workplace as workplace
@@ -83,3 +88,30 @@ def test_the_services_port_and_key_come_from_the_file(workplace: Workplace, tmp_
     assert code == 0 and f"control service at http://127.0.0.1:{port}" in output
     state = tmp_path / ".ep" / "run" / tmp_path.name / "state.json"
     assert "a secret" in state.read_text() and state.stat().st_mode & 0o077 == 0
+
+
+def test_requests_wait_while_a_role_restarts(workplace: Workplace) -> None:
+    file = str(workplace.file)
+    edit(workplace, "router: {", "router: {hold: true, ")
+    assert workplace.run("up", file, "--detach")[0] == 0
+    edit(workplace, "max_tokens: 256", "max_tokens: 512")
+    stop, answers = threading.Event(), []
+
+    def ask() -> None:
+        while not stop.is_set():
+            reply = httpx.post(f"{workplace.state()['url']}/v1/chat/completions", json={}, timeout=60)
+            answers.append((reply.status_code, reply.elapsed.total_seconds()))
+            time.sleep(0.02)
+
+    with ThreadPoolExecutor(2) as pool:
+        clients = [pool.submit(ask) for _ in range(2)]
+        code, output = workplace.run("flip", file, "--restart")
+        before = len(answers)
+        while len(answers) < before + 4:
+            time.sleep(0.05)
+        stop.set()
+        for client in clients:
+            client.result()
+    assert code == 0 and "decode: restarted" in output, output
+    assert {code for code, _ in answers} == {200}
+    assert max(seconds for _, seconds in answers) > 0.5  # that is how long a fake engine takes to load

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-import socket
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
-from ep_backend.serving import Background
+from ep_backend.control.audit import Audit
+from ep_backend.control.service import start_service
+from ep_backend.deployment.load import load
+from ep_backend.deployment.schema import Deployment, RoleName
+from ep_backend.deployment.state import RunState
 from tests.control.conftest import FILE, KEY, Service
 from tests.control.instance import instance
 
@@ -40,15 +44,17 @@ def test_every_route_wants_the_key(service: StartService, key: str | None) -> No
     assert not control.audit.exists()
 
 
-def test_only_loopback_is_served_without_a_key() -> None:
-    with pytest.raises(ValueError, match=r"control.host=0\.0\.0\.0 can be reached from other machines; set control.key"):
-        Background(FastAPI(), name="control service", setting="control.", host="0.0.0.0", port=0, key=None)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=f"control service port {port} on 127.0.0.1 is taken; choose another control.port"):
-            Background(FastAPI(), name="control service", setting="control.", host="127.0.0.1", port=port, key=None)
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "control.example"])
+def test_only_loopback_is_served_without_a_key(service: StartService, host: str) -> None:
+    loaded = load(service().file)
+    control = loaded.deployment.control.model_copy(update={"host": host, "key": None})
+    open_to_all = replace(loaded, deployment=loaded.deployment.model_copy(update={"control": control}))
+    with pytest.raises(ValueError, match=re.escape(f"control.host={host} can be reached from other machines; set control.key")):
+        start_service(open_to_all, RunState, _no_restart, Audit(Path("unused")))
+
+
+async def _no_restart(role: RoleName, deployment: Deployment) -> None:
+    raise AssertionError("nothing asked for a restart")
 
 
 def test_another_name_for_this_machine_is_refused(service: StartService) -> None:
