@@ -66,9 +66,7 @@ __device__ __forceinline__ void return_row(const Args& a, Stage& stage, int sour
   i64 pick = record * a.top_k + lane;
   int row = lane < a.top_k ? reinterpret_cast<const int*>(a.position)[pick] : -1;
   float weight = lane < a.top_k ? reinterpret_cast<const float*>(a.pick_weight)[pick] : 0.f;
-  sum_rows(to, run, __ballot_sync(kFullWarp, row >= 0), lane, load_input, [&](int k) {
-    return Term{a.y + i64(__shfl_sync(kFullWarp, row, k)) * row_bytes, __shfl_sync(kFullWarp, weight, k)};
-  });
+  sum_rows(stage, to, run, __ballot_sync(kFullWarp, row >= 0), a.y + row * row_bytes, weight, lane);
 }
 
 __device__ __forceinline__ void publish(const Args& a, Shared& sh, int channel, const Returning& r, const Units& u, u32 turns_before,
@@ -125,23 +123,18 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, in
   }
 }
 
-// Lane r holds the address of rank r's row, `set` says which ranks have one.
-__device__ __forceinline__ void sum_token(const Args& a, i64 token, u64 row, u32 set, int part, int lane) {
-  i64 row_bytes = 2 * a.hidden;
-  sum_rows(a.out + token * row_bytes, share(int(row_bytes), part, int(a.receive_parts)), set, lane, load_vec,
-           [&](int r) { return Term{__shfl_sync(kFullWarp, row, r), 1.f}; });
-}
-
 // Sum the tokens of this block's channels. Copy j of a token is that of the j-th rank that got it; this rank's own compact
 // rows never leave `y`.
-__device__ __forceinline__ bool receive(const Args& a, Shared& sh, int warp, int lane) {
-  const int workers = int(a.receivers), parts = int(a.receive_parts);
+__device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage, int warp, int lane) {
+  const int groups = int(a.receive_groups), workers = int(a.receivers) / groups, parts = int(a.receive_parts);
+  const int group = warp / workers, member = warp % workers;
   const int channels = intent_channels(load_relaxed_sys(own_word(a, a.intent, a.rank)));
   const bool peer = lane < a.ranks, own = lane == a.rank and not a.masked;
   const i64 row_bytes = combine_record_bytes(Payload(a.payload), a.hidden);
-  for (int channel = blockIdx.x; channel < channels; channel += gridDim.x) {
+  if (group == groups) return true;   // left over
+  for (int channel = blockIdx.x + gridDim.x * group; channel < channels; channel += gridDim.x * groups) {
     Range mine = channel_tokens(a.tokens, channel, channels);
-    int before = 0, seen = -1, unit = warp;   // lane r: rows of rank r expected before the block, and seen
+    int before = 0, seen = -1, unit = member;   // lane r: rows of rank r expected before the block, and seen
     i64 own_row = 0;
     if (own)
       own_row = reinterpret_cast<const int*>(a.plan)[lane] +
@@ -166,7 +159,8 @@ __device__ __forceinline__ bool receive(const Args& a, Shared& sh, int warp, int
         u32 set = __ballot_sync(kFullWarp, expected);
         u64 row = own ? a.y + (own_row + ordinal) * 2 * a.hidden
                       : a.heap[a.rank] + a.area + __popc(set & below(lane)) * a.area_segment + (first + i) * row_bytes;
-        sum_token(a, first + i, row, set, unit % parts, lane);
+        Range run = share(int(2 * a.hidden), unit % parts, parts);
+        sum_rows(stage, a.out + i64(first + i) * 2 * a.hidden, run, set, row, 1.f, lane);
       }
       before += __popc(to);
     }
@@ -207,7 +201,8 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_combine(const _
   if (not sh.stopped) {
     Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
     if (a.senders != 0 and warp <= a.senders) send(a, sh, stage, warp, lane);
-    if (receiver >= 0 and receiver < a.receivers and not receive(a, sh, receiver, lane)) sh.stopped = true;
+    stage.at = stage_memory + a.receive_at + receiver * a.receive_stage;
+    if (receiver >= 0 and receiver < a.receivers and not receive(a, sh, stage, receiver, lane)) sh.stopped = true;
     __syncthreads();
   }
   if (sh.stopped and a.out != 0) fill_nan(a.out, a.tokens * 2 * a.hidden);

@@ -24,6 +24,7 @@ struct Shared {
   u64 epoch;
   Offsets f;
   int begin[kMaxRanks], end[kMaxRanks];   // by destination: slots of this channel
+  u32 first_block[kMaxRanks];             // by destination: which of the channel's first 32 tokens go there
   int base[kMaxRanks + 1];                // by source: its first row; behind the last, all rows
   int channels[kMaxRanks];                // by source
   bool stopped;                           // the buffer has failed
@@ -159,18 +160,19 @@ __device__ __forceinline__ void send_picks(const Args& a, const Targets& t, cons
   }
 }
 
-// How many records of earlier channels, and of this one, go to each rank. By all warps.
+// How many records of earlier channels, and of this one, go to each rank. By all warps; the last ones take this channel.
 __device__ __forceinline__ void count_records(const Args& a, Shared& sh, Range mine, int warp, int lane) {
-  int before = 0, all = 0, warps = blockDim.x / 32;
-  for (int first = warp * 32; first < mine.last; first += warps * 32) {
+  int before = 0, own = 0, warps = blockDim.x / 32;
+  for (int first = warp * 32; first < mine.first; first += warps * 32)
+    before += __popc(block_of_tokens(a, first, mine.first, lane));
+  for (int first = mine.first + (warps - 1 - warp) * 32; first < mine.last; first += warps * 32) {
     u32 to = block_of_tokens(a, first, mine.last, lane);
-    int split = mine.first - first;   // tokens of this block that belong to earlier channels
-    before += __popc(split >= 32 ? to : split > 0 ? to & below(split) : 0);
-    all += __popc(to);
+    if (first == mine.first) sh.first_block[lane] = to;
+    own += __popc(to);
   }
-  if (lane < a.ranks and all != 0) {
+  if (lane < a.ranks and before + own != 0) {
     atomicAdd(&sh.begin[lane], before);
-    atomicAdd(&sh.end[lane], all);
+    atomicAdd(&sh.end[lane], before + own);
   }
 }
 
@@ -189,7 +191,7 @@ __device__ __forceinline__ void publish(const Args& a, Shared& sh, Range mine, i
     if (peer) store_relaxed_sys(heap_word(a, lane, a.stream_begin, row + channels), signal_word(sh.epoch, begin + count));
   }
   int tokens = mine.last - mine.first, published = 0, base = 0;
-  u32 to = block_of_tokens(a, mine.first, mine.last, lane);
+  u32 to = tokens != 0 ? sh.first_block[lane] : 0;
   for (int block = 0;;) {   // tokens of the channel before the 32 that `to` describes
     int complete = min(tokens, int(sh.progress.complete(workers, lane)) / parts);
     if (complete < tokens and complete - published < kPublishTokens) continue;
@@ -240,7 +242,7 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Ra
   u64 own = lane < a.ranks ? segment(a, lane, int(a.rank)) : 0;
   int unit = warp, done = 0;
   for (int first = mine.first; first < mine.last; first += 32) {
-    u32 to = block_of_tokens(a, first, mine.last, lane);
+    u32 to = first == mine.first ? sh.first_block[lane] : block_of_tokens(a, first, mine.last, lane);
     int stop = (min(first + 32, mine.last) - mine.first) * parts;
     for (; unit < stop; unit += workers) {
       int i = unit / parts - (first - mine.first), part = unit % parts;
@@ -297,10 +299,7 @@ __device__ __forceinline__ bool make_plan(const Args& a, Shared& sh, int lane) {
   u64 first = __shfl_sync(kFullWarp, proposal, 0);
   bool same = __all_sync(kFullWarp, lane >= a.ranks or proposal == first);
   if (not ok or blockIdx.x != 0) return ok;
-  if (lane < a.ranks) {
-    reinterpret_cast<int*>(a.plan)[lane + 1] = up_to;
-    reinterpret_cast<int*>(a.plan)[a.ranks + 1 + lane] = sh.channels[lane];
-  }
+  if (lane < a.ranks) reinterpret_cast<int*>(a.plan)[lane + 1] = up_to;
   if (lane == 0) {
     reinterpret_cast<int*>(a.plan)[0] = 0;
     store_relaxed_sys(reinterpret_cast<u64*>(a.agreed), same ? first : 0);
@@ -314,7 +313,7 @@ __device__ __forceinline__ void place(const Args& a, const Offsets& f, const Sta
   bool has = lane < a.top_k;
   int id = has ? stage.get<int>(f.ids + 4 * lane) : -1;
   float weight = has ? stage.get<float>(f.weights + 4 * lane) : 0.f;
-  int each = int(a.local_experts), rank = id >= 0 ? id / each : -1;
+  int each = int(a.local_experts), rank = id >= 0 ? owner(a, id) : -1;
   u32 ranks = __reduce_or_sync(kFullWarp, rank >= 0 ? 1u << rank : 0);
   bool mine = rank == a.rank;
   int local = mine ? id - int(a.rank) * each : -1;
@@ -359,6 +358,14 @@ __device__ __forceinline__ void place(const Args& a, const Offsets& f, const Sta
   }
 }
 
+__device__ __forceinline__ void take(const Args& a, Shared& sh, Stage& stage, int source, int slot, int lane) {
+  stage.load(segment(a, int(a.rank), source) + i64(slot) * sh.f.bytes, sh.f.bytes, lane);
+  stage.await();
+  place(a, sh.f, stage, sh.base[source] + slot, lane);
+  bulk_commit();
+  bulk_await_read();
+}
+
 // The records of one source's channel, taken in turns by the warps that serve the source.
 __device__ __forceinline__ bool receive_channel(const Args& a, Shared& sh, Stage& stage, int source, int channel, int member,
                                                 int members, int lane) {
@@ -375,19 +382,25 @@ __device__ __forceinline__ bool receive_channel(const Args& a, Shared& sh, Stage
       if (not __all_sync(kFullWarp, tail != 0)) return false;
       arrived = int(__shfl_sync(kFullWarp, u32(signal_count(tail)), 0));
     }
-    stage.load(segment(a, int(a.rank), source) + i64(slot) * sh.f.bytes, sh.f.bytes, lane);
-    stage.await();
-    place(a, sh.f, stage, sh.base[source] + slot, lane);
-    bulk_commit();
-    bulk_await_read();
+    take(a, sh, stage, source, slot, lane);
   }
   return true;
+}
+
+// Everything is here: records are dealt out to all warps of the grid.
+__device__ __forceinline__ void receive_all(const Args& a, Shared& sh, Stage& stage, int warp, int lane) {
+  int step = int(gridDim.x * a.receivers);
+  for (int record = warp * gridDim.x + blockIdx.x; record < sh.base[a.ranks]; record += step) {
+    int source = __popc(__ballot_sync(kFullWarp, lane < a.ranks and sh.base[lane + 1] <= record));
+    take(a, sh, stage, source, record - sh.base[source], lane);
+  }
 }
 
 __device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage, int warp, int lane) {
   int warps = int(a.receivers), groups = min(int(a.ranks), warps);
   int members = (warps - warp % groups + groups - 1) / groups;
-  for (int source = warp % groups; source < a.ranks; source += groups)
+  if (a.planned) receive_all(a, sh, stage, warp, lane);
+  for (int source = warp % groups; source < a.ranks and not a.planned; source += groups)
     for (int channel = blockIdx.x; channel < sh.channels[source]; channel += gridDim.x)
       if (not receive_channel(a, sh, stage, source, channel, warp / groups, members, lane)) return false;
   if (a.fill) {   // nobody knows the number of rows, so the ids behind the last one must say that there is nothing
@@ -413,12 +426,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_dispatch(const 
     bool stopped = given_up(a, Op::kDispatch, 0, lane);
     if (lane == 0) sh.stopped = stopped;
     if (lane < blockDim.x / 32) mbarrier_init(&sh.bars[lane]);
-    if (a.planned and lane < a.ranks) {
-      const int* plan = reinterpret_cast<const int*>(a.plan);
-      sh.base[lane] = plan[lane];
-      sh.channels[lane] = plan[a.ranks + 1 + lane];
-      if (lane == 0) sh.base[a.ranks] = plan[a.ranks];
-    }
+    for (int r = lane; a.planned and r <= a.ranks; r += 32) sh.base[r] = reinterpret_cast<const int*>(a.plan)[r];
   }
   if (threadIdx.x == 0) {
     sh.epoch = load_relaxed_sys(&reinterpret_cast<LaneState*>(a.state)->epoch);

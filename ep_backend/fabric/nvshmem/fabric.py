@@ -199,7 +199,7 @@ class NvshmemFabric:
             weights = self._empty((capacity, s.top_k), torch.float32)
         counts = self._empty((s.local_experts,), torch.int32)
         # plan | target | position | pick_weight, 32 bits each
-        sizes = (2 * s.ranks + 1, capacity, capacity * s.top_k if masked else 0)
+        sizes = (s.ranks + 1, capacity, capacity * s.top_k if masked else 0)
         records = self._empty((sizes[0] + sizes[1] + 2 * sizes[2],), torch.int32)
         plan = records.data_ptr()
         target, position = plan + 4 * sizes[0], plan + 4 * (sizes[0] + sizes[1])
@@ -242,51 +242,67 @@ class NvshmemFabric:
         # The cast takes 512 channels at a time and leaves its scales behind the row.
         step, scales = (1024, layout.align_up(hidden // 32, 16)) if cast else (16, 0)
         record = layout.record(call.payload, hidden, self.shape.top_k).bytes
-        waiting = self._blocks(call, self._most_waiting, SMS)
         if call.tokens > SMALL:
-            if send and receive:
-                roles = Roles.together(_run(row, step, 1) + scales, record, 10 if cast else 6)
-            else:
-                stage = max((_run(row, step, 1) + scales) * send, record * receive)
-                warps = min(MOST_WARPS - 2, STAGE_BYTES // stage)
-                roles = Roles(warps * send, 0, warps * receive, stage, stage)
-            return (Launch("dispatch", waiting, MOST_WARPS, roles),)
+            parts = 2 if cast else 1
+            sent = _run(row, step, parts) + scales
+            senders = receivers = min(MOST_WARPS - 1, STAGE_BYTES // max(sent, record))
+            if send and receive:  # side by side
+                senders = max(1, min(18 if cast else 7, (STAGE_BYTES - record) // sent))
+                receivers = min(MOST_WARPS - 1 - senders, (STAGE_BYTES - senders * sent) // record)
+            roles = Roles(
+                senders=senders * send,
+                receive_from=(senders + 1) * send,
+                receivers=receivers * receive,
+                send_stage=sent,
+                receive_stage=record,
+                receive_at=senders * sent * send,
+                send_parts=parts,
+            )
+            return (Launch("dispatch", self._blocks(call, self._most_waiting, SMS), MOST_WARPS, roles),)
         result = []
         if send:
             blocks = self._blocks(call, self._most_blocks, max(1, call.tokens))
             parts = max(1, min(8, layout.ceil_div(row, 2048)))
-            stage = _run(row, step, parts) + scales
-            most = min(16, STAGE_BYTES // stage)
+            sent = _run(row, step, parts) + scales
+            most = min(16, STAGE_BYTES // sent)
             senders = max(1, min(parts * layout.ceil_div(call.tokens, blocks), most))
-            result.append(Launch("dispatch", blocks, senders + 1, Roles(senders, send_stage=stage, send_parts=parts)))
+            result.append(Launch("dispatch", blocks, senders + 1, Roles(senders, send_stage=sent, send_parts=parts)))
         if receive:
             result.append(Launch("await", 1, 8, Roles(), early=send))
-            warps = min(4 * self.shape.ranks, 16, STAGE_BYTES // record)
+            warps = min(4, STAGE_BYTES // record)
             roles = Roles(receivers=warps, receive_stage=record, planned=1)
             blocks = self._blocks(call, self._most_blocks, self._most_blocks)
             result.append(Launch("dispatch", blocks, warps, roles, early=True))
         return tuple(result)
 
     def _combine_launches(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
-        row, ranks = 2 * self.shape.hidden, self.shape.ranks
+        row, ranks, small = 2 * self.shape.hidden, self.shape.ranks, call.tokens <= SMALL
         masked = call.layout is Layout.MASKED
         waiting = self._blocks(call, self._most_waiting, SMS)
-        if call.tokens > SMALL and send and receive:
-            roles = Roles.together(0 if masked else _run(row, 16, 1), 0, _coprime(14 if masked else 9, ranks))
+        # A stage holds one run of every row that is summed.
+        gathered, added = (self.shape.top_k if masked else 1), min(ranks, self.shape.top_k)
+        parts = layout.ceil_div(row, _room(16384 if masked or not small else 2048, gathered))
+        sent = _run(row, 16, parts) * gathered
+        shares = layout.ceil_div(row, _room(7168, added))
+        summed = _run(row, 16, shares) * added
+        if send and receive and not small:
+            senders = _coprime(11 if masked else 7, 1 if masked else ranks)
+            senders = min(senders, (STAGE_BYTES - summed) // sent)
+            receivers = min(MOST_WARPS - 1 - senders, (STAGE_BYTES - senders * sent) // summed)
+            roles = Roles(
+                senders, senders + 1, receivers, sent, summed, senders * sent, send_parts=parts, receive_parts=shares
+            )
             return (Launch("combine", waiting, MOST_WARPS, roles, ends=True),)
-        parts = max(1, min(8, layout.ceil_div(row, 2048))) if call.tokens <= SMALL else 1
         result = []
         if send:
-            stage = 0 if masked else _run(row, 16, parts)
-            most = min(14, STAGE_BYTES // max(stage, 1))
-            wanted = max(parts * ranks, 7) if call.tokens <= SMALL else most
-            senders = _coprime(min(most, wanted), 1 if masked else ranks)
-            roles = Roles(senders, send_stage=stage, send_parts=parts)
+            most = min(14, STAGE_BYTES // sent)
+            senders = _coprime(min(most, max(parts * ranks, 7)) if small else most, 1 if masked else ranks)
             blocks = self._blocks(call, self._most_blocks, self._most_blocks)
-            result.append(Launch("combine", blocks, senders + 1, roles))
+            result.append(Launch("combine", blocks, senders + 1, Roles(senders, send_stage=sent, send_parts=parts)))
         if receive:
-            warps = 10 if call.tokens <= SMALL else MOST_WARPS  # so few that they fit beside the sending block
-            roles = Roles(receivers=warps, receive_parts=min(parts, 2))
+            warps = min(MOST_WARPS, STAGE_BYTES // summed)
+            groups = max(1, warps // shares) if small else 1
+            roles = Roles(receivers=warps, receive_stage=summed, receive_parts=shares, receive_groups=groups)
             result.append(Launch("combine", waiting, warps, roles, early=send, ends=True))
         return tuple(result)
 
@@ -396,6 +412,11 @@ def _coprime(most: int, ranks: int) -> int:
 
 def _casts(call: Call) -> bool:
     return call.scales is None and call.payload is not Payload.BF16
+
+
+def _room(stage: int, rows: int) -> int:
+    """Bytes of each of so many rows that a stage holds."""
+    return max(512, stage // rows // 16 * 16)
 
 
 def _run(row: int, step: int, parts: int) -> int:

@@ -14,7 +14,7 @@ from ep_backend.errors import EpError
 from ep_backend.fabric.nvshmem.world import check, driver
 
 MAX_RANKS = 32
-MOST_WARPS = 24  # of a block
+MOST_WARPS = 32  # of a block
 STAGE_BYTES = 220 << 10  # shared memory that a block's warps share for bulk copies
 IMAGES = Path(__file__).resolve().parents[2] / "images"
 
@@ -30,7 +30,7 @@ CALL = (
     *("rows", "scales", "out_ids", "out_weights", "counts", "scale_stride", "fill", "host_rows"),
     *("plan", "target", "position", "pick_weight", "y", "out"),
     *("senders", "receive_from", "receivers", "send_stage", "receive_stage", "receive_at"),
-    *("send_parts", "receive_parts", "planned", "advance"),
+    *("send_parts", "receive_parts", "receive_groups", "planned", "advance"),
 )
 _call = struct.Struct(f"{len(CALL)}q")
 _call_at = 8 * (MAX_RANKS + len(LANE))
@@ -63,15 +63,8 @@ class Roles(NamedTuple):
     receive_at: int = 0
     send_parts: int = 1
     receive_parts: int = 1
+    receive_groups: int = 1
     planned: int = 0
-
-    @classmethod
-    def together(cls, send_stage: int, receive_stage: int, most_senders: int) -> Roles:
-        """Sending and receiving warps side by side; the warp between them publishes, the last one plans."""
-        senders = max(1, min(most_senders, (STAGE_BYTES - receive_stage) // max(send_stage, 1)))
-        left = (STAGE_BYTES - senders * send_stage) // max(receive_stage, 1)
-        receivers = min(MOST_WARPS - 2 - senders, left)
-        return cls(senders, senders + 1, receivers, send_stage, receive_stage, senders * send_stage)
 
     @property
     def shared_bytes(self) -> int:

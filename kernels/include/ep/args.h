@@ -6,7 +6,7 @@
 namespace ep {
 
 constexpr int kMaxRanks = 32;   // one warp lane a rank
-constexpr int kThreads = 768;   // at most
+constexpr int kThreads = 1024;   // at most
 constexpr int kWarps = kThreads / 32;
 
 // An intent word's count: what ranks must agree on (payload 2 bits, layout 1, mode 2), then the sender's channels - 1 in 7,
@@ -43,7 +43,7 @@ struct Args {
   i64 scale_stride;      // masked: elements between the columns of scales
   i64 fill;              // compact: 1 if ids behind the last row are read
   u64 host_rows;         // mapped u64, gets the number of rows + 1; 0: nobody asks
-  u64 plan;              // i32 [R + 1]: by source rank, the first of its received records; behind the last, all; [R]: channels
+  u64 plan;              // i32 [R + 1]: by source rank, the first of its received records; behind the last, all
   u64 target;            // i32 [R x max_tokens]: by received record, its row in the owner's combine payload
   u64 position;          // i32 [R x max_tokens][K]: by received record and pick, the masked row or -1
   u64 pick_weight;       // f32 likewise
@@ -54,6 +54,7 @@ struct Args {
   i64 send_stage, receive_stage;          // bytes of shared memory of a sending and a receiving warp
   i64 receive_at;                         // where the receivers' begins
   i64 send_parts, receive_parts;          // warps that share a row
+  i64 receive_groups;                     // combine: channels that a block sums at a time
   i64 planned;                            // dispatch: ep_await has seen everything arrive and filled `plan`
   i64 advance;                            // combine: the lane's epoch ends with this launch
 };

@@ -52,20 +52,6 @@ __device__ __forceinline__ bool barrier_and(int id, int threads, bool ok) {
   return all != 0;
 }
 
-// Read-only inputs that nobody reads again: kept out of L1.
-__device__ __forceinline__ Vec load_input(const void* p) {
-  Vec r;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3]) : "l"(p));
-  return r;
-}
-// Memory that a peer wrote in this kernel's life: never through the read-only path, which is not coherent.
-__device__ __forceinline__ Vec load_vec(const void* p) {
-  Vec r;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3]) : "l"(p) : "memory");
-  return r;
-}
 __device__ __forceinline__ void store_vec(void* p, const Vec& r) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1,%2,%3,%4};"
                ::"l"(p), "r"(r.v[0]), "r"(r.v[1]), "r"(r.v[2]), "r"(r.v[3]) : "memory");
@@ -82,8 +68,10 @@ __device__ __forceinline__ void mbarrier_init(u64* bar) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(bar)) : "memory");
 }
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
-__device__ __forceinline__ void bulk_load(void* to, u64 from, u32 bytes, u64* bar) {
+__device__ __forceinline__ void bulk_expect(u64* bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_load(void* to, u64 from, u32 bytes, u64* bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)) : "memory");
 }

@@ -17,9 +17,12 @@ __device__ __forceinline__ i64 raw_pick(const Args& a, i64 at) {
 }
 __device__ __forceinline__ bool is_expert(const Args& a, i64 id) { return u64(id) < u64(a.local_experts * a.ranks); }
 
+// id / local_experts, without a division: exact below 2^20 experts, where the half keeps clear of rounding.
+__device__ __forceinline__ int owner(const Args& a, int id) { return int((float(id) + 0.5f) * __frcp_rn(float(a.local_experts))); }
+
 // The ranks that own a token's experts, one bit a rank. Eight loads are in flight.
 __device__ __forceinline__ u32 token_ranks(const Args& a, i64 token) {
-  u32 mask = 0, each = u32(a.local_experts);
+  u32 mask = 0;
   int top_k = int(a.top_k);
   for (int first = 0; first < top_k; first += 8) {
     i64 id[8];
@@ -27,7 +30,7 @@ __device__ __forceinline__ u32 token_ranks(const Args& a, i64 token) {
     for (int k = 0; k < 8; ++k) id[k] = first + k < top_k ? raw_pick(a, token * top_k + first + k) : -1;
 #pragma unroll
     for (int k = 0; k < 8; ++k)
-      if (is_expert(a, id[k])) mask |= 1u << (u32(id[k]) / each);
+      if (is_expert(a, id[k])) mask |= 1u << owner(a, int(id[k]));
   }
   return mask;
 }

@@ -1,7 +1,7 @@
 // Sharing, summing and poisoning rows.
 #pragma once
 #include "ep/args.h"
-#include "ep/ptx.cuh"
+#include "ep/stage.cuh"
 
 namespace ep {
 
@@ -26,64 +26,33 @@ __device__ __forceinline__ u32 pack(float lo, float hi) {
   return r;
 }
 
-struct Term {
-  u64 row;
-  float weight;
-};
-
-// Up to kTerms terms at once, or, if kVectors is 1, any number in batches.
-template <int kVectors, int kTerms, typename Load, typename GetTerm>
-__device__ __forceinline__ void sum_run(u64 to, Range run, u32 set, int lane, Load load, GetTerm term) {
-  for (int first = run.first + lane * 16; first - lane * 16 < run.last; first += 512 * kVectors) {
-    float acc[8] = {};
-    u32 left = set;
-    do {
-      Vec v[kTerms][kVectors];
-      float w[kTerms];
-#pragma unroll
-      for (int i = 0; i < kTerms; ++i) {
-        bool there = left != 0;
-        Term t = term(there ? __ffs(left) - 1 : 0);
-        left &= left - 1;
-        w[i] = there ? t.weight : 0.f;
-#pragma unroll
-        for (int j = 0; j < kVectors; ++j) {
-          v[i][j] = Vec{};
-          if (there and first + 512 * j < run.last) v[i][j] = load(reinterpret_cast<const void*>(t.row + first + 512 * j));
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
-        if (kVectors > 1)
-          for (float& x : acc) x = 0.f;
-#pragma unroll
-        for (int i = 0; i < kTerms; ++i)
-#pragma unroll
-          for (int q = 0; q < 4; ++q) {
-            float2 x = unpack(v[i][j].v[q]);
-            acc[2 * q] = fmaf(w[i], x.x, acc[2 * q]);
-            acc[2 * q + 1] = fmaf(w[i], x.y, acc[2 * q + 1]);
-          }
-        Vec out;
-#pragma unroll
-        for (int q = 0; q < 4; ++q) out.v[q] = pack(acc[2 * q], acc[2 * q + 1]);
-        if (left == 0 and first + 512 * j < run.last) store_vec(reinterpret_cast<void*>(to + first + 512 * j), out);
-      }
-    } while (left != 0);
+// to = sum of weight x row over the lanes of `set`, in order, in fp32, rounded once to bf16, for one run of the rows.
+// Each lane of the set holds its term's row and weight.
+__device__ __forceinline__ void sum_rows(Stage& stage, u64 to, Range run, u32 set, u64 row, float weight, int lane) {
+  const int bytes = run.last - run.first;
+  if (set != 0) {
+    stage.gather(set, row + run.first, bytes, lane);
+    stage.await();
   }
-}
-
-// to = sum of weight x row over the terms of `set`, in that order, in fp32, rounded once to bf16, for one run of the rows.
-// `term(k)` is called by whole warps. Six to eight loads are in flight, whatever the number of terms.
-template <typename Load, typename GetTerm>
-__device__ __forceinline__ void sum_rows(u64 to, Range run, u32 set, int lane, Load load, GetTerm term) {
-  int terms = __popc(set);
-  if (terms <= 2) {
-    sum_run<4, 2>(to, run, set, lane, load, term);
-  } else if (terms <= 4) {
-    sum_run<2, 4>(to, run, set, lane, load, term);
-  } else {
-    sum_run<1, 6>(to, run, set, lane, load, term);
+  for (int first = 0; first < bytes; first += 512) {
+    int at = first + lane * 16, term = 0;
+    bool there = at < bytes;
+    float acc[8] = {};
+    for (u32 left = set; left != 0; left &= left - 1, ++term) {
+      float w = __shfl_sync(kFullWarp, weight, __ffs(left) - 1);
+      if (not there) continue;
+      Vec v = stage.get<Vec>(term * bytes + at);
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        float2 x = unpack(v.v[q]);
+        acc[2 * q] = fmaf(w, x.x, acc[2 * q]);
+        acc[2 * q + 1] = fmaf(w, x.y, acc[2 * q + 1]);
+      }
+    }
+    Vec out;
+#pragma unroll
+    for (int q = 0; q < 4; ++q) out.v[q] = pack(acc[2 * q], acc[2 * q + 1]);
+    if (there) store_vec(reinterpret_cast<void*>(to + run.first + at), out);
   }
 }
 

@@ -16,12 +16,23 @@ struct Stage {
     __syncwarp();
     if (lane == 0) {
       fence_async();
+      bulk_expect(bar, bytes);
       bulk_load(at, from, bytes, bar);
     }
   }
   __device__ __forceinline__ void await() {
     bulk_await(bar, parity);
     parity ^= 1;
+  }
+  // One run from each lane of the set, one behind the other.
+  __device__ __forceinline__ void gather(u32 set, u64 from, u32 bytes, int lane) {
+    __syncwarp();
+    if (lane == 0) bulk_expect(bar, __popc(set) * bytes);
+    __syncwarp();
+    if (set >> lane & 1) {
+      fence_async();
+      bulk_load(at + __popc(set & ((1u << lane) - 1)) * bytes, from, bytes, bar);
+    }
   }
   template <typename T>
   __device__ __forceinline__ T get(int offset) const { return *reinterpret_cast<const T*>(at + offset); }
