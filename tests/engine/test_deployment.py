@@ -46,14 +46,16 @@ def assert_all_moved(statuses: list[RankStatus], modes: dict[str, str], *paths: 
         assert all(counters.records[path] and counters.bytes[path] for path in paths), status
 
 
-def unified_file(folder: Path, checkpoint: Path, mode: str) -> Path:
-    """Four ranks in one instance, as two virtual nodes of two."""
+def unified_file(folder: Path, checkpoint: Path, mode: str, launches: int) -> Path:
+    """Four ranks as two nodes of two: virtual nodes of one launch, or a head and a headless launch."""
     yaml = YAML(typ="safe")
     document: dict[str, Any] = yaml.load(PRESET)
     role = document["roles"]["prefill"]
     role["data_parallel"] = 4
+    role["nodes"] = launches
     role["ep"] = {**role["ep"], "mode": mode, "gpus_per_node": 2}
-    document.update(name=f"virtual-{mode}".replace("_", "-"), roles={"unified": role}, router={"port": free_ports(1)})
+    document.update(name=f"two-nodes-{mode}", roles={"unified": role}, router={"port": free_ports(1)})
+    document["topology"]["nodes"] = launches
     document["model"]["path"] = str(checkpoint)
     file = folder / f"{mode}.yaml"
     yaml.dump(document, file)
@@ -97,9 +99,10 @@ def test_a_pair_serves_survives_misuse_and_a_dead_rank_ends_it(served: Served, u
     assert [file for file in shared if file.exists()] == []
 
 
-@pytest.mark.parametrize("mode", ["normal", "hybrid"])
-def test_both_hops_run_on_virtual_nodes(mode: str, served: Served, up: Up, tmp_path: Path) -> None:
-    state = up(unified_file(tmp_path, served.checkpoint, mode))
+@pytest.mark.parametrize(("mode", "launches"), [("normal", 1), ("hybrid", 2)])
+def test_both_hops_run_on_two_nodes(mode: str, launches: int, served: Served, up: Up, tmp_path: Path) -> None:
+    state = up(unified_file(tmp_path, served.checkpoint, mode, launches))
+    assert len(state.instances) == launches
     assert answers(state, served.prompts) == served.expected
     statuses = all_statuses(state)
     assert [status.world_size for status in statuses] == [4] * 4
