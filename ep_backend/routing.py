@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
+Weights = NDArray[np.float32]
 
 
 class _Kind(Protocol):
@@ -40,11 +40,12 @@ def make_routing(
     return ids.astype(np.int64, copy=False).reshape(tokens, top_k)
 
 
-def make_weights(rng: np.random.Generator, ids: Ids) -> NDArray[np.float32]:
+def make_weights(rng: np.random.Generator, ids: Ids) -> Weights:
     """Positive weights [tokens, top_k] that sum to 1 over a token's experts; 0 where there is none."""
     weights = np.where(ids >= 0, rng.random(ids.shape) + 0.1, 0.0)
     total = weights.sum(axis=1, keepdims=True)
-    return (weights / np.where(total > 0, total, 1.0)).astype(np.float32)
+    shares: Weights = (weights / np.where(total > 0, total, 1.0)).astype(np.float32)
+    return shares
 
 
 def _pick(rng: np.random.Generator, logits: NDArray[np.float64], tokens: int, top_k: int) -> Ids:
@@ -96,7 +97,7 @@ def _duplicates(rng: np.random.Generator, tokens: int, experts: int, top_k: int,
     return np.take_along_axis(few, rng.integers(0, few.shape[1], size=(tokens, top_k)), axis=1)
 
 
-KINDS: dict[str, Callable[..., Ids]] = {
+KINDS: dict[str, _Kind] = {
     "uniform": _uniform,
     "zipf": _zipf,
     "hot_rank": _hot_rank,  # every token to rank 0, the others receive nothing

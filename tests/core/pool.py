@@ -179,10 +179,10 @@ class Pool:
         fn: Callable[..., Any],
         *args: Any,
         timeout: float = TIMEOUT_S,
-        without: tuple[int, ...] = (),
+        stopped: tuple[int, ...] = (),
         **kw: Any,
     ) -> list[Outcome]:
-        """Like run, for calls that are meant to end badly. Ranks in ``without`` are not waited for."""
+        """Like run, for calls that are meant to end badly. Ranks that stop themselves go on after all others."""
         assert isinstance(fn, FunctionType) and "<" not in fn.__qualname__, (
             "give a module's function"
         )
@@ -192,12 +192,14 @@ class Pool:
             conn.send_bytes(job)
         found: dict[int, Outcome] = {}
         end = time.monotonic() + timeout
-        awaited = set(range(self.size)) - set(without)
-        while awaited - found.keys() and (left := end - time.monotonic()) > 0:
+        while len(found) < self.size and (left := end - time.monotonic()) > 0:
             open_ranks = {self._conns[r]: r for r in range(self.size) if r not in found}
             for conn in wait(list(open_ranks), left):
                 rank = open_ranks[conn]  # type: ignore[index]
                 found[rank] = self._receive(rank)
+            if found.keys() | set(stopped) == set(range(self.size)):
+                for rank in stopped:
+                    os.kill(self.workers[rank].pid, signal.SIGCONT)
         for rank in range(self.size):
             if rank not in found:
                 found[rank] = Outcome(rank, "hung", detail=self._stacks(rank))

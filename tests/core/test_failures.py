@@ -70,8 +70,10 @@ STOPPED += [(4, 2, mode, when, 1) for mode in MODES for when in ("dispatch", "co
 def test_a_stopped_peer_ends_the_wait_of_the_others(
     ranks: Any, size: int, gpus: int, mode: str, when: str, victim: int
 ) -> None:
-    found = ranks(size).outcomes(until_stopped, mode, gpus, victim, when, without=(victim,))
-    assert found[victim].kind == "hung", "the victim was stopped, so it says nothing"
+    found = ranks(size).outcomes(until_stopped, mode, gpus, victim, when, stopped=(victim,))
+    assert found[victim].kind == "ok", str(found[victim])
+    late, took, _, _ = found[victim].value
+    assert late.error == "EpFailed", f"the others gave up while it was stopped: {late}"
     others = [o for o in found if o.rank != victim]
     timeouts = 0
     for o in others:

@@ -25,9 +25,7 @@ def two_micro_batches(world: World, mode: str, hook: bool, rounds: int) -> None:
     for n in range(rounds):
         tokens = [(5 * r + n) % 13 for r in range(world.size)]
         a = Round(world, buffer, oracle.make_case(2 * n, tokens), mode, lane=0, hook=hook)
-        b = Round(
-            world, buffer, oracle.make_case(2 * n + 1, tokens[::-1]), mode, lane=1, hook=hook
-        )
+        b = Round(world, buffer, oracle.make_case(2 * n + 1, tokens[::-1]), mode, lane=1, hook=hook)
         a.dispatch()
         b.dispatch()
         b.receive()

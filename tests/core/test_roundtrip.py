@@ -115,6 +115,23 @@ def test_empty_and_tiny_batches(ranks: Any, fabric: str) -> None:
     ranks(2, fabric).run(few_tokens)
 
 
+def some_tokens(world: World, tokens: int) -> None:
+    counts = [tokens, 0, tokens // 2 + tokens % 2, 1][: world.size]
+    with world.make(
+        max_tokens=dict.fromkeys(modes(world.fabric), max(tokens, 1)), lanes=1
+    ) as buffer:
+        for mode in modes(world.fabric):
+            for payload in ("bf16", "fp8"):
+                Round(world, buffer, oracle.make_case(tokens, counts), mode, payload=payload).run()
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 128, 1024, 4096])
+def test_as_many_tokens_as_the_buffer_takes(ranks: Any, fabric: str, tokens: int) -> None:
+    if fabric == "host" and tokens > 1024:
+        pytest.skip("takes long on a CPU and has no other code path than 1024")
+    ranks(4 if fabric == "host" else 2, fabric).run(some_tokens, tokens)
+
+
 def both_id_types(world: World) -> None:
     buffer = world.buffer()
     for mode in modes(world.fabric):
