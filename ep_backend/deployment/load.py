@@ -2,7 +2,7 @@
 
 import difflib
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,21 +40,37 @@ def load(file: Path, text: str | None = None) -> Loaded:
 
     Relative paths in it start at the file's folder. Raises DeploymentError.
     """
-    loaded = read(file, text)
-    if problems := check(loaded.deployment):
+    loaded, problems = read(file, text)
+    problems += check(loaded.deployment)
+    if problems:
         raise loaded.error(problems)
     return loaded
 
 
-def read(file: Path, text: str | None = None) -> Loaded:
-    """The deployment in `file` if its form is right; what it says is not judged. Raises DeploymentError."""
+def read(file: Path, text: str | None = None) -> tuple[Loaded, list[Problem]]:
+    """The deployment in `file`, and the faults of its form; what it says is not judged.
+
+    Values at fault are left out, so that the rest can be judged in the same run. Raises DeploymentError where no deployment
+    remains.
+    """
     document = _parse(file, text)
     try:
-        deployment = Deployment.model_validate(document)
+        return Loaded(_with_paths_from(file.parent, Deployment.model_validate(document)), file, document), []
     except ValidationError as error:
-        problems = [_schema_problem(details) for details in error.errors(include_url=False)]
+        faults = error.errors(include_url=False)
+    problems = [_schema_problem(details) for details in faults]
+    try:
+        deployment = Deployment.model_validate(_without(document, [details["loc"] for details in faults]))
+    except ValidationError:
         raise DeploymentError.of([_located(file, document, problem) for problem in problems]) from None
-    return Loaded(_with_paths_from(file.parent, deployment), file, document)
+    return Loaded(_with_paths_from(file.parent, deployment), file, document), problems
+
+
+def _without(document: Any, places: Sequence[tuple[int | str, ...]], here: tuple[int | str, ...] = ()) -> Any:
+    """A plain copy of the document that lacks the keys at these places."""
+    if not isinstance(document, Mapping):
+        return document
+    return {key: _without(value, places, (*here, key)) for key, value in document.items() if (*here, key) not in places}
 
 
 def _with_paths_from(folder: Path, deployment: Deployment) -> Deployment:
@@ -108,8 +124,9 @@ def _schema_problem(details: ErrorDetails) -> Problem:
         close = difflib.get_close_matches(str(details["input"]), names, n=1)
         hint = f"did you mean `{close[0]}`?" if close else f"choose one of {', '.join(names)}"
         return Problem(place, f"{details['input']!r} is no {details['ctx']['kind']} preset", hint, "EP012")
-    message = details["msg"]
-    return Problem(place, f"{message[0].lower()}{message[1:]}", f"it is {details['input']!r} now", "EP004")
+    message, given = details["msg"], details["input"]
+    fix = f'write "{given}" in quotes' if details["type"] == "string_type" else f"replace {given!r}"
+    return Problem(place, f"{message[0].lower()}{message[1:]}", fix, "EP004")
 
 
 def _fields_at(place: Sequence[int | str]) -> list[str]:

@@ -20,7 +20,7 @@ def topology(given: Topology) -> Topology:
     if given.preset is None:
         return given
     preset = Topology.model_validate(topologies()[given.preset])
-    own = {name: getattr(given, name) for name in given.model_fields_set}
+    own = {name: value for name in given.model_fields_set if (value := getattr(given, name)) is not None}
     if given.gpus_per_node is not None:
         own.setdefault("nvlink_domain", given.gpus_per_node)
     return preset.model_copy(update=own)

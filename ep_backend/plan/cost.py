@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from ep_backend.layout import Payload
 from ep_backend.modes import Mode
-from ep_backend.plan.calibration import Calibration, Op
+from ep_backend.plan.calibration import Calibration, Line, Op
 from ep_backend.plan.copies import Copies
+
+BYTES_A_US = 1e3  # of one GB/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Links:
     """Effective GB/s of one GPU's ports, where the calibration's line has none."""
 
     nic_gbs: float | None
+    """None: nodes are virtual, and what they send each other goes over NVLink."""
     nvlink_gbs: float
 
 
@@ -82,22 +85,17 @@ def cost(
     """Microseconds of one operation. `sms` None: as many SMs as the port needs."""
     line = calibration.line(mode, op, nodes)
     record = calibration.record_bytes(mode, op, payload, hidden, top_k)
-    nic, nvlink = (tokens * copies * record for copies in (flow.nic, flow.nvlink))
-    times = {"nvlink": nvlink * flow.nvlink_skew / _bytes_a_us(line.nvlink_gbs or links.nvlink_gbs)}
-    if nodes > 1:
-        rate = line.nic_gbs or links.nic_gbs
-        if rate is None:
-            raise ValueError(f"{nodes} nodes but no NIC bandwidth; give topology.nic.gbs")
-        times["nic"] = nic * flow.nic_skew / _bytes_a_us(rate)
+    loads = _loads(flow, line, links)
     if sms and mode is not Mode.LOW_LATENCY:
-        times["sms"] = tokens * flow.handled * record / _bytes_a_us(sms * calibration.sm_gbs[op])
-    bottleneck = max(times, key=lambda port: times[port])
-    us = line.fixed_us + times[bottleneck]
+        loads["sms"] = flow.handled / (sms * calibration.sm_gbs[op])
+    bottleneck = max(loads, key=lambda port: loads[port])
+    bandwidth_us = tokens * record * loads[bottleneck] / BYTES_A_US
+    us = line.fixed_us + bandwidth_us
     return Cost(
         record,
-        nic,
-        nvlink,
-        times[bottleneck],
+        tokens * flow.nic * record,
+        tokens * flow.nvlink * record,
+        bandwidth_us,
         us,
         us * (1 - line.error),
         us * (1 + line.error),
@@ -110,15 +108,17 @@ def sm_advice(mode: Mode, flow: Traffic, nodes: int, calibration: Calibration, l
     """The fewest SMs, even, that keep dispatch's busiest port busy; None where copies take none (low_latency over a NIC)."""
     if mode is Mode.LOW_LATENCY and nodes > 1:
         return None
-    line = calibration.line(mode, "dispatch", nodes)
-    port = flow.nvlink / (line.nvlink_gbs or links.nvlink_gbs)
-    if nodes > 1:
-        port = max(port, flow.nic / (line.nic_gbs or links.nic_gbs or 1.0))
-    if not port:
+    busiest = max(_loads(flow, calibration.line(mode, "dispatch", nodes), links).values())
+    if not busiest:  # one rank sends nothing
         return 2
-    needed = flow.handled / (port * calibration.sm_gbs["dispatch"])
+    needed = flow.handled / (busiest * calibration.sm_gbs["dispatch"])
     return 2 * max(1, -int(-needed // 2))
 
 
-def _bytes_a_us(gbs: float) -> float:
-    return gbs * 1e3
+def _loads(flow: Traffic, line: Line, links: Links) -> dict[str, float]:
+    """Records a token at the busiest rank's ports, over their rates in GB/s."""
+    nvlink_gbs = line.nvlink_gbs or links.nvlink_gbs
+    nic, nvlink = flow.nic * flow.nic_skew, flow.nvlink * flow.nvlink_skew
+    if links.nic_gbs is None:
+        return {"nvlink": (nic + nvlink) / nvlink_gbs}
+    return {"nvlink": nvlink / nvlink_gbs, "nic": nic / (line.nic_gbs or links.nic_gbs)}

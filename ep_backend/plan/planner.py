@@ -199,6 +199,8 @@ def _context(
     links: Links,
 ) -> _Context:
     group, tokens = group_of(deployment, role), capacity(deployment, role)
+    if role.nodes == 1 and group.nodes > 1:
+        links = Links(None, links.nvlink_gbs)
     copies = copies_of(deployment.model.routing, shape, group, role.ep.redundant_experts)
     held = memory(deployment, name, role, shape, tokens) if machine.hbm is not None else None
     return _Context(deployment, name, role, machine, shape, calibration, links, group, tokens, copies, held)
@@ -324,6 +326,10 @@ def _assumptions(c: _Context) -> Iterator[str]:
     assumed = sorted({line.mode.value for line in c.calibration.lines if line.basis == "assumed"})
     if assumed:
         yield f"no data for {', '.join(assumed)}: constants derived from the links, with a wider band"
+    if c.deployment.topology.device == "cpu":
+        yield "device cpu: these are the times of GPUs with such links, not of this host"
+    if c.links.nic_gbs is None and c.group.nodes > 1:
+        yield "virtual nodes: what crosses them goes over NVLink"
     if c.machine.nvlink_gbs is None:
         yield f"NVLink: {UNKNOWN_NVLINK_GBS:.0f} GB/s, because topology gives none"
     yield "a step: dispatch and combine of every MoE layer, one after the other, no overlap with compute"

@@ -11,7 +11,7 @@ from ep_backend.deployment.changes import CLASSES, changes, reachable
 from ep_backend.deployment.load import read
 from ep_backend.deployment.schema import Deployment
 
-EP128 = read(Path(__file__).parents[2] / "deploy" / "deepseek-v3-h800-ep128.yaml").deployment
+EP128 = read(Path(__file__).parents[2] / "deploy" / "deepseek-v3-h800-ep128.yaml")[0].deployment
 
 
 def changed(*place_and_value: Any, base: Deployment = EP128) -> Deployment:

@@ -86,7 +86,7 @@ def test_up_starts_local_vllm_only(local: Callable[..., Deployment]) -> None:
 
 def test_check_has_the_errors_of_lint_that_the_file_shows() -> None:
     for name, expected in (("graph_bucket_vllm", ["EP101"]), ("direct_across_nodes", []), ("unknown_flag", [])):
-        assert [p.code for p in check(read(BROKEN / f"{name}.yaml").deployment)] == expected
+        assert [p.code for p in check(read(BROKEN / f"{name}.yaml")[0].deployment)] == expected
 
 
 def test_text_names_place_code_why_and_fix() -> None:

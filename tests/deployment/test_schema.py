@@ -16,8 +16,8 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
 def test_the_schema_that_ships_is_current() -> None:
-    """`ep-backend schema --out deploy/schema/deployment.json` writes it."""
-    assert json.loads((DEPLOY / "schema" / "deployment.json").read_text()) == json.loads(json.dumps(json_schema()))
+    shipped = json.loads((DEPLOY / "schema" / "deployment.json").read_text())
+    assert shipped == json_schema(), "run: ep-backend schema --out deploy/schema/deployment.json"
 
 
 def test_an_editor_is_offered_the_presets() -> None:
@@ -52,6 +52,8 @@ def test_no_size(text: object) -> None:
 def test_numbers_replace_the_presets() -> None:
     merged = topology(Topology(preset="h100-nvl8-cx7", nvlink_gbs=200.0, nodes=3))
     assert (merged.nvlink_gbs, merged.nodes, merged.hbm, merged.nvlink_domain) == (200.0, 3, 80 << 30, 8)
+    again = Topology.model_validate(Topology(preset="h100-nvl8-cx7", nvlink_gbs=200.0, nodes=3).model_dump())
+    assert topology(again) == merged
     shape = shape_of(Model(preset="deepseek-v3", experts=512, moe_layers=10))
     assert (shape.experts, shape.moe_layers, shape.hidden) == (512, 10, 7168)
 

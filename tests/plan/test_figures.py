@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ep_backend.layout import Payload
+from ep_backend.layout import Payload, Shape, slot_mode_bytes
 from ep_backend.modes import Mode
 from ep_backend.plan.calibration import Calibration, calibrations
 from ep_backend.plan.copies import Copies, exactly, uniform
@@ -83,7 +83,8 @@ def test_the_product_writes_records_of_7520() -> None:
     assert {mode: ours.record_bytes(mode, "dispatch", Payload.FP8, H, K) for mode in Mode} == dict.fromkeys(Mode, 7520)
 
 
-def test_slots_of_low_latency_in_deepep() -> None:
-    """4 local experts x 64 ranks x 128 slots of 7408 B are reserved; 8 x 128 rows arrive on average."""
-    assert round(4 * 64 * 128 * 7408 / 2**20) == 232
-    assert round(K * T * 7408 / 2**20, 1) == 7.2
+def test_slots_by_expert_are_mostly_empty() -> None:
+    """At EP64 in records of 7408 B 232 MiB are reserved; what arrives, on average what a rank sends, is 7.2 MiB."""
+    shape = Shape(64, 8, E, K, H, 0, 0, T, 0, per_expert=1, staging=0, ring_slots=0, record_bytes=7408, combine_bytes=14336)
+    assert round(slot_mode_bytes(shape, T, per_expert=True).dispatch / 2**20) == 232
+    assert round(T * uniform(E, K, 64, 8).experts * 7408 / 2**20, 1) == 7.2

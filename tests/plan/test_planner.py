@@ -118,6 +118,15 @@ def test_one_domain_sends_nothing_over_the_nic() -> None:
         assert numbers["copies"] == numbers["nvlink_copies"] > 0
 
 
+def test_virtual_nodes_send_everything_over_nvlink() -> None:
+    """4 GPUs of one host as 2 x 2: the rail is NVLink too, so its bytes share the port."""
+    document = unified(4, 128, "h200-nvl4").model_dump()
+    document["roles"]["unified"]["ep"]["gpus_per_node"] = 2
+    found = plan(Deployment.model_validate(document)).roles["unified"].modes["hybrid"]
+    assert (found.bottleneck, found.nic_copies > 0) == ("nvlink", True)
+    assert found.bandwidth_us == pytest.approx((found.nic_bytes + found.nvlink_bytes) / 345e3)
+
+
 def test_nvl72_is_one_domain() -> None:
     role = plan(unified(32, 128, "gb200-nvl72")).roles["unified"]
     assert (role.nodes, role.gpus_per_node) == (1, 32)

@@ -58,6 +58,9 @@ def check_capacity(view: RoleView) -> Iterator[Problem]:
             f"captures a batch of {bucket} tokens, but ep.max_tokens is {capacity}",
             f"set max_tokens to {bucket}, or a largest bucket of {capacity // each}",
         )
+    elif role.engine == "sglang" and view.name != "prefill" and not bucket and not role.arg("disable-cuda-graph"):
+        what = f"is {capacity}, but no flag bounds the decode graphs: SGLang chooses their buckets by GPU memory"
+        yield problem("EP109", place, what, f"set cuda-graph-max-bs-decode: {capacity // each}")
     most = max(batch, sequences * each, bucket)
     if role.engine == "vllm" and capacity > WASTE * most:
         yield problem("EP105", place, f"is {capacity}, but no batch has more than {most} tokens", f"set max_tokens to {most}")

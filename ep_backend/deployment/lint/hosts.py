@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from ep_backend.deployment.lint.view import Place, RoleView, problem
 from ep_backend.deployment.problems import Problem
@@ -10,8 +11,11 @@ from ep_backend.deployment.schema import Deployment
 from ep_backend.plan.model import GIB
 
 LEAST_SHM = 16 * GIB
+SHM = Path("/dev/shm")
 SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")
 GID = "NVSHMEM_IB_GID_INDEX"
+# Flags that both roles must have alike, with the engines' defaults.
+AGREED = (("EP501", "kv-cache-dtype", "auto"), ("EP502", "block-size", None), ("EP502", "page-size", 1))
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 KUBERNETES = ("lws", "disaggregatedset")
 LOCAL_BROADCAST = "enable-dp-attention-local-control-broadcast"
@@ -57,6 +61,9 @@ def check_network(view: RoleView) -> Iterator[Problem]:
     role, nic = view.role, view.machine.nic
     if role.nodes == 1 or view.deployment.topology.device == "cpu":
         return
+    if view.machine.preset and nic is None and view.group is not None and view.group.nodes > 1:
+        what = f"is {role.nodes}, but the topology has no NIC between nodes"
+        yield problem("EP206", (*view.place, "nodes"), what, "give topology.nic, or use one node")
     env_place: Place = (*view.place, "env") if role.env else view.place
     if nic is not None and nic.kind == "roce" and GID not in role.env:
         yield problem("EP404", env_place, f"has no {GID}, but the NICs are RoCE", f'set {GID}: "3"')
@@ -75,6 +82,8 @@ def check_network(view: RoleView) -> Iterator[Problem]:
 def check_host_memory(views: list[RoleView]) -> Iterator[Problem]:
     """The host fabric's heaps lie in this machine's /dev/shm."""
     local = [view for view in views if view.deployment.topology.device == "cpu" and view.deployment.target.kind == "local"]
+    if not local or not SHM.exists():
+        return
     need = 0
     for view in local:
         if view.shape is not None and view.group is not None:
@@ -83,7 +92,7 @@ def check_host_memory(views: list[RoleView]) -> Iterator[Problem]:
             except ValueError:
                 return
             need += view.group.ranks * config.size_hint()["total"]
-    status = os.statvfs("/dev/shm")
+    status = os.statvfs(SHM)
     size = status.f_blocks * status.f_frsize
     if need > size:
         what = f"need {need / GIB:.1f} GiB of shared memory, but /dev/shm has {size / GIB:.1f} GiB"
@@ -100,11 +109,12 @@ def check_agreement(deployment: Deployment, views: list[RoleView]) -> Iterator[P
         what = f"is {decode.role.engine}, but prefill runs {prefill.role.engine}"
         yield problem("EP504", (*decode.place, "engine"), what, "use one engine for both roles")
         return
-    for code, flags in (("EP501", ("kv-cache-dtype",)), ("EP502", ("block-size", "page-size"))):
-        ours, theirs = (next(filter(None, map(v.role.arg, flags)), None) for v in (decode, prefill))
-        if ours != theirs:
-            what = f"is {ours or 'the default'}, but prefill has {theirs or 'the default'}"
-            yield problem(code, decode.flag_place(*flags), what, "give both roles the same")
+    for code, flag, default in AGREED:
+        ours, theirs = (v.role.arg(flag) or default for v in (decode, prefill))
+        # vLLM chooses its block size by model; one that is named may well be that.
+        if ours != theirs and None not in (ours, theirs):
+            what = f"is {ours}, but prefill has {theirs}"
+            yield problem(code, decode.flag_place(flag), what, "give both roles the same")
     lengths = [v.role.number("max-model-len", "context-length") for v in (decode, prefill)]
     if lengths[0] is not None and lengths[1] is not None and lengths[0] < lengths[1]:
         place = decode.flag_place("max-model-len", "context-length")

@@ -53,6 +53,10 @@ def check_parallel(view: RoleView) -> Iterator[Problem]:
     if role.nodes > view.deployment.topology.nodes:
         what = f"is {role.nodes}, but topology.nodes is {view.deployment.topology.nodes}"
         yield problem("EP113", (*place, "nodes"), what, "raise topology.nodes or lower it here")
+    gpus = view.machine.gpus_per_node
+    if gpus and view.deployment.topology.device == "cuda" and size > gpus * role.nodes:
+        what = f"is {role.nodes}, which have {gpus * role.nodes} GPUs for {size} ranks"
+        yield problem("EP117", (*place, "nodes"), what, f"use {-(-size // gpus)}")
     if role.data_parallel % role.nodes:
         what = f"is {role.data_parallel}, must be a multiple of the role's {role.nodes} nodes"
         fix = f"use {role.nodes * (role.data_parallel // role.nodes + 1)}"

@@ -12,12 +12,12 @@ from ep_backend.deployment.problems import DeploymentError, Finding
 
 
 def findings_of(file: Path, with_engine: bool = False) -> list[Finding]:
-    """Everything that is wrong with a file; only its form, if that is."""
+    """Everything that is wrong with a file; only its form, where nothing else can be judged."""
     try:
-        loaded = read(file)
+        loaded, problems = read(file)
     except DeploymentError as error:
         return list(error.findings)
-    problems = lint(loaded.deployment)
+    problems += lint(loaded.deployment)
     if with_engine:
         problems += check_with_engine(loaded.deployment)
     return loaded.findings(problems)
