@@ -54,18 +54,24 @@ def router_instance(deployment: Deployment, engines: list[Instance]) -> Instance
 
 
 def role_instances(deployment: Deployment, name: RoleName, role: Role, folder: Path) -> list[Instance]:
-    """The launches of one role, one a node; writes its settings file."""
+    """The launches of one role, one a node; writes their settings files."""
     agent_port = free_ports(role.ep_size)
-    settings = folder / f"{name}.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    settings.touch(mode=0o600)
-    settings.write_text(json.dumps(_settings(deployment, name, role, agent_port), indent=2))
+    agent_hosts = _agent_hosts(deployment, role)
     unified = name == "unified"
     host, port = _front(deployment) if unified else ("127.0.0.1", free_ports(1))
-    agents = [f"http://{deployment.control.host}:{agent_port + rank}" for rank in range(role.ep_size)]
-    env = {**role.env, SETTINGS_VARIABLE: str(settings)}
+    node_of = [rank * role.nodes // role.ep_size for rank in range(role.ep_size)]
+    agents = [f"http://{agent_hosts[node]}:{agent_port + rank}" for rank, node in enumerate(node_of)]
+    envs = []
+    for node, agent_host in enumerate(agent_hosts):
+        settings = folder / f"{name}-node{node}.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        settings.touch(mode=0o600)
+        settings.write_text(json.dumps(_settings(deployment, name, role, agent_host, agent_port), indent=2))
+        envs.append({**role.env, SETTINGS_VARIABLE: str(settings)})
     if not unified:
-        env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(role.data_parallel))
+        side_port = str(free_ports(role.data_parallel))
+        for env in envs:
+            env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = side_port
     command = [
         *[_program("vllm"), "serve", str(deployment.model.path)],
         *["--served-model-name", deployment.model.served_name],
@@ -78,7 +84,7 @@ def role_instances(deployment: Deployment, name: RoleName, role: Role, folder: P
     head = ["--host", host, "--port", str(port)]
     health = f"http://{host}:{port}/health"
     if role.nodes == 1:
-        return [Instance(name, name, [*command, *head], env, health, agents)]
+        return [Instance(name, name, [*command, *head], envs[0], health, agents)]
     local, rpc_port = role.data_parallel // role.nodes, free_ports(1)
     command += ["--data-parallel-size-local", str(local)]
     command += ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(rpc_port)]
@@ -87,14 +93,20 @@ def role_instances(deployment: Deployment, name: RoleName, role: Role, folder: P
             f"{name}-node{node}",
             name,
             [*_without(command, "--api-server-count"), "--headless", "--data-parallel-start-rank", str(node * local)],
-            env,
+            envs[node],
         )
         for node in range(1, role.nodes)
     ]
-    return [Instance(f"{name}-node0", name, [*command, *head], env, health, agents), *headless]
+    return [Instance(f"{name}-node0", name, [*command, *head], envs[0], health, agents), *headless]
 
 
-def _settings(deployment: Deployment, name: RoleName, role: Role, agent_port: int) -> dict[str, Any]:
+def _agent_hosts(deployment: Deployment, role: Role) -> list[str]:
+    """Each node's address. On one machine, a loopback address of its own."""
+    host = deployment.control.host
+    return [f"127.0.0.{node + 1}" if host == "127.0.0.1" else host for node in range(role.nodes)]
+
+
+def _settings(deployment: Deployment, name: RoleName, role: Role, agent_host: str, agent_port: int) -> dict[str, Any]:
     ep = role.ep
     tokens, group = capacity(deployment, role), group_of(deployment, role)
     return {
@@ -107,7 +119,7 @@ def _settings(deployment: Deployment, name: RoleName, role: Role, agent_port: in
         "gpus_per_node": group.gpus_per_node,
         "fp8": ep.fp8,
         "sms": ep.sms,
-        "agent_host": deployment.control.host,
+        "agent_host": agent_host,
         "agent_port": agent_port,
         "agent_key": deployment.control.key,
     }

@@ -98,9 +98,13 @@ def test_words_pass_as_they_come(door: Door, url: str, router: Router) -> None:
             assert next(lines) == f"word {number}"
         assert door.inside == 1
     # The client has gone: so has the request behind the door.
-    router.words.release(100)
-    assert router.cut.wait(20)
     wait_for(lambda: door.inside == 0)
+
+    def cut() -> bool:
+        router.words.release()
+        return router.cut.is_set()
+
+    wait_for(cut)
 
 
 def test_everybody_waits_while_it_is_closed(door: Door, url: str, router: Router) -> None:

@@ -40,7 +40,12 @@ def test_a_role_on_two_nodes_is_two_launches(write_file: Callable[..., Path], tm
     head, second, _ = engine_instances(deployment, tmp_path / "run")
     assert head.health is not None and second.health is None
     assert second.command[-3:] == ["--headless", "--data-parallel-start-rank", "2"]
-    assert json.loads(Path(head.env["EP_BACKEND_SETTINGS"]).read_text())["gpus_per_node"] == 2
+    settings = [json.loads(Path(launch.env["EP_BACKEND_SETTINGS"]).read_text()) for launch in (head, second)]
+    assert [each["gpus_per_node"] for each in settings] == [2, 2]
+    # Each launch has an address of its own, as a node has.
+    assert [each["agent_host"] for each in settings] == ["127.0.0.1", "127.0.0.2"]
+    hosts = [agent.removeprefix("http://").partition(":")[0] for agent in head.agents]
+    assert hosts == ["127.0.0.1", "127.0.0.1", "127.0.0.2", "127.0.0.2"]
 
 
 def test_a_unified_instance_is_its_own_address(write_file: Callable[..., Path], tmp_path: Path) -> None:
