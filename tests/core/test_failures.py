@@ -255,3 +255,21 @@ def test_ranks_that_disagree_get_an_error_not_a_timeout(
         assert "rank 0" in outcome.message, outcome.message
         for wanted in CALLS[name]:
             assert wanted["mode"] in outcome.message
+
+
+def half_with_a_handle(world: World) -> Outcome:
+    """normal exchanges no counts when it repeats a routing, so either all ranks repeat it or none does."""
+    buffer = world.make()
+    case = oracle.make_case(1, [4, 4])
+    first = Round(world, buffer, case, "normal").run()
+    handle = first.got.handle if world.rank == 0 else None
+    outcome, took = timed(lambda: Round(world, buffer, case, "normal", handle=handle).run())
+    assert took < SLACK_S
+    buffer.destroy()
+    return outcome
+
+
+def test_a_handle_on_some_ranks_only(ranks: Any) -> None:
+    found = ranks(2).run(half_with_a_handle)
+    assert {o.error for o in found} <= {"EpDisagree", "EpFailed"}, found
+    assert any("with a handle" in o.message for o in found)

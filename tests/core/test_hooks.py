@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -193,3 +194,27 @@ def test_a_handle_repeats_its_routing(ranks: Any, mode: str) -> None:
         assert foreign[0] == "ValueError" and "another buffer" in foreign[1]
         if rank != 1:  # rank 1 has no token that it could repeat
             assert other_size[0] == "ValueError" and "shape" in other_size[1]
+
+
+def repeated_without_tokens(world: World) -> None:
+    """A rank with nothing to send or receive still takes part in a repeated dispatch of normal mode."""
+    buffer = world.buffer()
+    case = oracle.make_case(1, [0, 5, 0])
+    for ids in case.ids:
+        ids[:] = case.local  # an expert of rank 1
+    first = Round(world, buffer, case, "normal").run()
+    for late in range(world.size):
+        if world.rank == late:
+            time.sleep(0.2)
+        before = time.monotonic()
+        again = Round(world, buffer, case, "normal", handle=first.got.handle)
+        again.dispatch()
+        took = time.monotonic() - before
+        assert took > 0.1 or late == world.rank, "dispatch returned before every rank had called it"
+        again.receive()
+        again.combine()
+        again.collect()
+
+
+def test_a_repeated_dispatch_waits_for_ranks_without_tokens(ranks: Any) -> None:
+    ranks(3).run(repeated_without_tokens)

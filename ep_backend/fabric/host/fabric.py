@@ -233,9 +233,11 @@ def _refusal(lane: int, epoch: int, rank: int) -> str:
 
 def _signature(call: Call) -> int:
     """What ranks must agree on, in the low bits of an intent word."""
-    return call.mode.code << 8 | list(Layout).index(call.layout) << 4 | call.payload
+    known = rings.knows_counts(call)
+    return known << 10 | call.mode.code << 8 | list(Layout).index(call.layout) << 4 | call.payload
 
 
 def _describe(signature: int) -> str:
-    mode, form = list(Mode)[signature >> 8], list(Layout)[signature >> 4 & 15]
-    return f"{mode.value} ({form.value}, {layout.Payload(signature & 15).name.lower()})"
+    mode, form = list(Mode)[signature >> 8 & 3], list(Layout)[signature >> 4 & 15]
+    handle = ", with a handle" if signature >> 10 else ""
+    return f"{mode.value} ({form.value}, {layout.Payload(signature & 15).name.lower()}{handle})"

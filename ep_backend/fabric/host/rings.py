@@ -33,6 +33,7 @@ from ep_backend.fabric.host.core import (
 )
 from ep_backend.fabric.host.heap import Bytes
 from ep_backend.fabric.host.tasks import Blocked, Task
+from ep_backend.modes import Mode
 from ep_backend.stats import OpStats
 
 if TYPE_CHECKING:
@@ -104,6 +105,11 @@ def _pop_exactly(f: HostFabric, call: Call, ring: _Ring, n: int, out: list[Bytes
         taken += len(out[-1])
 
 
+def knows_counts(call: Call) -> bool:
+    """A repeated dispatch of normal mode exchanges no counts: then none of the ranks may wait for them."""
+    return call.mode is Mode.NORMAL and call.repeats is not None and call.repeats.mode is Mode.NORMAL
+
+
 def start_dispatch(f: HostFabric, call: Call) -> None:
     """The whole dispatch: rings need their writer and their reader at work at once."""
     s, w = f.shape, f.words
@@ -112,9 +118,11 @@ def start_dispatch(f: HostFabric, call: Call) -> None:
     wire = layout.record(call.payload, s.hidden, s.top_k)
     per_node = s.gpus_per_node
     state = call.state = _State(out, [], [])
-    earlier = call.repeats.state if call.repeats is not None else None
-    if isinstance(earlier, _State):
+    if call.repeats is not None and knows_counts(call):
+        earlier: _State = call.repeats.state
         state.counts, state.rail_counts = earlier.counts, earlier.rail_counts
+        # Counts would have told that every rank is in this epoch, also those that send nothing.
+        f.run(call, "dispatch", *(f.await_word(call, w.intent, r, r, []) for r in range(s.ranks)))
     else:
         _exchange_counts(f, call, state)
 
