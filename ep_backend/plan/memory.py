@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ep_backend.deployment.batches import tokens_a_sequence
 from ep_backend.deployment.resolve import buffer_config, group_of, topology
@@ -28,8 +27,7 @@ class Memory:
     hbm_bytes: int
     fraction: float
     weight_bytes: float
-    buffer: dict[str, Any]
-    """As BufferConfig.size_hint() itemises it."""
+    buffer_bytes: int
     reserve_bytes: int
     kv_bytes_a_token: float
     context: int | None
@@ -38,10 +36,6 @@ class Memory:
     """The most max_tokens whose buffer leaves KV memory at all."""
     largest_batch: int
     """The most sequences a rank of that context, with a buffer just large enough to dispatch them."""
-
-    @property
-    def buffer_bytes(self) -> int:
-        return int(self.buffer["total"])
 
     @property
     def kv_bytes(self) -> float:
@@ -87,7 +81,7 @@ def memory(deployment: Deployment, name: RoleName, role: Role, shape: ModelShape
         hbm,
         fraction,
         weights,
-        buffer_config(deployment, name, role, shape, max_tokens).size_hint(),
+        buffer_bytes(max_tokens),
         RESERVE_BYTES,
         kv_a_token,
         context,

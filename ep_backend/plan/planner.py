@@ -76,8 +76,6 @@ class MemoryPlan:
     hbm: int
     fraction: float
     weights: float
-    buffer: dict[str, Any]
-    """As EpBuffer.size_hint() itemises the buffer that the role makes."""
     reserve: int
     kv: float
     kv_a_token: float
@@ -111,6 +109,8 @@ class RolePlan:
     auto_reason: str
     buffer_modes: list[str]
     """What the buffer is made for, so that these can be flipped to."""
+    buffer: dict[str, Any]
+    """As EpBuffer.size_hint() itemises the buffer that the role makes."""
     memory: MemoryPlan | None
     assumptions: list[str]
 
@@ -224,6 +224,7 @@ def _role_plan(c: _Context) -> RolePlan:
         auto=auto,
         auto_reason=reason,
         buffer_modes=[mode.value for mode in modes_of(c.name, c.role.ep.mode, c.group.nodes > 1)],
+        buffer=buffer_config(c.deployment, c.name, c.role, c.shape, c.tokens).size_hint(),
         memory=_memory_plan(c.memory) if c.memory is not None else None,
         assumptions=list(_assumptions(c)),
     )
@@ -297,7 +298,6 @@ def _memory_plan(held: Memory) -> MemoryPlan:
         held.hbm_bytes,
         held.fraction,
         held.weight_bytes,
-        held.buffer,
         held.reserve_bytes,
         held.kv_bytes,
         held.kv_bytes_a_token,

@@ -15,7 +15,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(f"{plan.name}: {plan.gpu or 'GPU'}, {plan.nvlink_gbs:.0f} GB/s NVLink, {nic}", highlight=False)
     console.print(
         f"model: hidden {plan.hidden}, {plan.experts} experts, top {plan.top_k}, {plan.moe_layers} MoE layers, "
-        f"{plan.parameters / 1e9:.0f} G parameters",
+        f"{plan.parameters / 1e9:.3g} G parameters",
         highlight=False,
     )
     for name, role in plan.roles.items():
@@ -38,8 +38,14 @@ def _print_role(name: str, role: RolePlan, console: Console) -> None:
     how = "auto picks it" if role.mode == role.auto else f"auto would pick {role.auto}"
     console.print(f"* {role.mode}: {how}: {role.auto_reason}", highlight=False)
     console.print(f"  flips without a restart: {', '.join(role.buffer_modes)}", highlight=False)
+    regions = ", ".join(f"{region} {_size(size)}" for region, size in role.buffer["lanes"][0].items() if size)
+    console.print(
+        f"  buffer: {_size(role.buffer['total'])} a rank: control {_size(role.buffer['control'])}, "
+        f"{len(role.buffer['lanes'])} lane(s) of {regions}",
+        highlight=False,
+    )
     if role.memory is not None:
-        _print_memory(role.memory, console)
+        _print_memory(role.memory, role.buffer["total"], console)
     for line in role.assumptions:
         console.print(f"  assumes {line}", style="dim", highlight=False)
 
@@ -57,17 +63,13 @@ def _cells(m: ModePlan) -> list[str]:
     ]
 
 
-def _print_memory(memory: MemoryPlan, console: Console) -> None:
+def _print_memory(memory: MemoryPlan, buffer_bytes: int, console: Console) -> None:
     console.print(
         f"  memory a rank: {_size(memory.hbm)} x {memory.fraction:.2f} = weights {_size(memory.weights)} + buffer "
-        f"{_size(memory.buffer['total'])} + reserve {_size(memory.reserve)} + KV {_size(memory.kv)} "
+        f"{_size(buffer_bytes)} + reserve {_size(memory.reserve)} + KV {_size(memory.kv)} "
         f"({memory.kv_tokens} tokens)",
         highlight=False,
     )
-    lane = memory.buffer["lanes"][0]
-    regions = ", ".join(f"{region} {_size(size)}" for region, size in lane.items() if size)
-    lanes = len(memory.buffer["lanes"])
-    console.print(f"  buffer: control {_size(memory.buffer['control'])}, {lanes} lane(s) of {regions}", highlight=False)
     console.print(
         f"  fits: {memory.sequences} full-length sequences a rank as configured; at most {memory.largest_batch} with a "
         f"buffer to match; max_tokens up to {memory.largest_max_tokens} before KV is gone",

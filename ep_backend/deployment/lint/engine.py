@@ -71,7 +71,9 @@ def check_flags(view: RoleView) -> Iterator[Problem]:
             yield problem("EP302", place, f"is gone from {_name(known)}", f"write {old[flag]}")
         elif len(longer) > 1:
             yield problem("EP303", place, f"fits {', '.join(longer)} of {_name(known)}", "write one of them")
-        elif not longer:
+        elif longer:
+            yield problem("EP307", place, f"is short for {longer[0]}", f"write {longer[0]}")
+        else:
             yield problem("EP301", place, f"is no flag of {_name(known)}", _suggest(flag, flags, "remove it"))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from ep_backend.deployment.lint.view import Place, RoleView, problem
 from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.resolve import buffer_config
-from ep_backend.deployment.schema import Deployment
+from ep_backend.deployment.schema import Deployment, Pod
 from ep_backend.plan.model import GIB
 
 LEAST_SHM = 16 * GIB
@@ -23,7 +23,7 @@ LOCAL_BROADCAST = "enable-dp-attention-local-control-broadcast"
 
 def check_target(deployment: Deployment, views: list[RoleView]) -> Iterator[Problem]:
     target, pod = deployment.target, deployment.target.pod
-    if target.kind == "local" and pod.model_fields_set:
+    if target.kind == "local" and pod != Pod():
         yield problem(
             "EP407", ("target", "pod"), "is given, but a local target has no pods", "remove it, or choose another kind"
         )
