@@ -34,6 +34,8 @@ class Settings(BaseModel):
     """Rows travel as FP8 where the experts take FP8 with 128-wide scales; otherwise as bf16."""
     sms: PositiveInt | None = None
     """Most SMs a kernel uses; None: the mode's default."""
+    estimates: dict[Mode, PositiveFloat] = {}
+    """Seconds a layer by mode, as planned: across nodes auto takes the least. Absent: the mode with fewer copies."""
     agent_host: str = "127.0.0.1"
     agent_port: PositiveInt | None = None
     """Rank r's agent listens at this port plus r; None: no agent."""

@@ -6,13 +6,15 @@ import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from ep_backend.deployment import namespaces
 from ep_backend.deployment.batches import capacity
 from ep_backend.deployment.processes import free_ports
 from ep_backend.deployment.resolve import group_of
 from ep_backend.deployment.schema import Deployment, Role, RoleName, modes_of
 from ep_backend.deployment.words import flag_words
+from ep_backend.plan.planner import estimates
 
 SETTINGS_VARIABLE = "EP_BACKEND_SETTINGS"
 
@@ -27,6 +29,7 @@ class Instance:
     env: dict[str, str] = field(default_factory=dict)
     health: str | None = None
     agents: list[str] = field(default_factory=list)
+    namespace: str | None = None
 
 
 def engine_instances(deployment: Deployment, folder: Path) -> list[Instance]:
@@ -56,9 +59,12 @@ def router_instance(deployment: Deployment, engines: list[Instance]) -> Instance
 def role_instances(deployment: Deployment, name: RoleName, role: Role, folder: Path) -> list[Instance]:
     """The launches of one role, one a node; writes their settings files."""
     agent_port = free_ports(role.ep_size)
-    agent_hosts = _agent_hosts(deployment, role)
+    agent_hosts = _agent_hosts(deployment, name, role)
+    spaces: list[str | None] = [*_spaces(deployment, name, role)] or [None] * role.nodes
     unified = name == "unified"
     host, port = _front(deployment) if unified else ("127.0.0.1", free_ports(1))
+    if spaces[0]:
+        host = agent_hosts[0]
     node_of = [rank * role.nodes // role.ep_size for rank in range(role.ep_size)]
     agents = [f"http://{agent_hosts[node]}:{agent_port + rank}" for rank, node in enumerate(node_of)]
     envs = []
@@ -68,6 +74,10 @@ def role_instances(deployment: Deployment, name: RoleName, role: Role, folder: P
         settings.touch(mode=0o600)
         settings.write_text(json.dumps(_settings(deployment, name, role, agent_host, agent_port), indent=2))
         envs.append({**role.env, SETTINGS_VARIABLE: str(settings)})
+        if spaces[node]:
+            envs[node].update(
+                VLLM_HOST_IP=agent_host, GLOO_SOCKET_IFNAME=namespaces.DEVICE, VLLM_NIXL_SIDE_CHANNEL_HOST=agent_host
+            )
     if not unified:
         side_port = str(free_ports(role.data_parallel))
         for env in envs:
@@ -87,21 +97,39 @@ def role_instances(deployment: Deployment, name: RoleName, role: Role, folder: P
         return [Instance(name, name, [*command, *head], envs[0], health, agents)]
     local, rpc_port = role.data_parallel // role.nodes, free_ports(1)
     command += ["--data-parallel-size-local", str(local)]
-    command += ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(rpc_port)]
+    address = agent_hosts[0] if spaces[0] else "127.0.0.1"
+    command += ["--data-parallel-address", address, "--data-parallel-rpc-port", str(rpc_port)]
     headless = [
         Instance(
             f"{name}-node{node}",
             name,
             [*_without(command, "--api-server-count"), "--headless", "--data-parallel-start-rank", str(node * local)],
             envs[node],
+            namespace=spaces[node],
         )
         for node in range(1, role.nodes)
     ]
-    return [Instance(f"{name}-node0", name, [*command, *head], envs[0], health, agents), *headless]
+    return [Instance(f"{name}-node0", name, [*command, *head], envs[0], health, agents, spaces[0]), *headless]
 
 
-def _agent_hosts(deployment: Deployment, role: Role) -> list[str]:
-    """Each node's address. On one machine, a loopback address of its own."""
+def namespaces_of(deployment: Deployment) -> dict[str, str]:
+    """Names and addresses of the network namespaces that the launches want."""
+    roles = deployment.roles.items()
+    return {space: host for name, role in roles for space, host in _spaces(deployment, name, role).items()}
+
+
+def _spaces(deployment: Deployment, name: RoleName, role: Role) -> dict[str, str]:
+    """A role's namespaces by node, with their addresses; none for a role of one launch."""
+    if role.nodes == 1 or not deployment.target.namespaces:
+        return {}
+    number = get_args(RoleName).index(name)
+    return {f"{deployment.name}-{name}-{node}": namespaces.address(number, node) for node in range(role.nodes)}
+
+
+def _agent_hosts(deployment: Deployment, name: RoleName, role: Role) -> list[str]:
+    """Each node's address. On one machine, one of its own."""
+    if spaces := _spaces(deployment, name, role):
+        return list(spaces.values())
     host = deployment.control.host
     return [f"127.0.0.{node + 1}" if host == "127.0.0.1" else host for node in range(role.nodes)]
 
@@ -119,6 +147,7 @@ def _settings(deployment: Deployment, name: RoleName, role: Role, agent_host: st
         "gpus_per_node": group.gpus_per_node,
         "fp8": ep.fp8,
         "sms": ep.sms,
+        "estimates": estimates(deployment, name),
         "agent_host": agent_host,
         "agent_port": agent_port,
         "agent_key": deployment.control.key,

@@ -11,7 +11,7 @@ from typing import Any
 
 from ep_backend.deployment.batches import capacity
 from ep_backend.deployment.lint.capacity import aligned_groups
-from ep_backend.deployment.resolve import Group, buffer_config, group_of, payload_of, shape_of, topology
+from ep_backend.deployment.resolve import Group, ModelUnknown, buffer_config, group_of, payload_of, shape_of, topology
 from ep_backend.deployment.schema import Deployment, Role, RoleName, Routing, Topology, modes_of
 from ep_backend.layout import Payload
 from ep_backend.modes import MODES, Family, Mode
@@ -158,6 +158,18 @@ def plan(deployment: Deployment) -> Plan:
         parameters=shape.parameters,
         roles=roles,
     )
+
+
+def estimates(deployment: Deployment, name: RoleName) -> dict[str, float]:
+    """Seconds a layer of the decode modes, if `auto` has to choose between them; empty where the file says too little."""
+    role = dict(deployment.roles.items())[name]
+    if deployment.topology.preset is None or role.ep.mode != "auto" or name != "decode":
+        return {}
+    try:
+        modes = plan(deployment).roles[name].modes
+    except (ModelUnknown, ValueError):
+        return {}
+    return {mode.value: modes[mode.value].layer_us / 1e6 for mode in modes_of(name, "auto")}
 
 
 def copies_of(routing: Routing, shape: ModelShape, group: Group, redundant: int) -> Copies:

@@ -56,7 +56,8 @@ class Choice:
     ) -> Situation:
         """vLLM's batches mix prompts and decoding, and its format is fixed at start: so the family alone counts."""
         role = Role.DECODE if self.family is Family.DECODE else Role.PREFILL
-        return Situation(role, Forward.MIXED, tokens, capacity, top_k, nodes, capture, wish)
+        estimates = self.settings.estimates
+        return Situation(role, Forward.MIXED, tokens, capacity, top_k, nodes, capture, wish, estimates)
 
     def buffer_arguments(
         self, hidden: int, num_experts: int, top_k: int, capacity: Mapping[Mode, int], payloads: tuple[str, ...]

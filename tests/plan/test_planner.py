@@ -1,6 +1,7 @@
 """A whole deployment's plan: the keys and figures that others rely on, memory, and what auto picks."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ep_backend.deployment import instances
 from ep_backend.deployment.load import load
 from ep_backend.deployment.presets import models, topologies
 from ep_backend.deployment.schema import Deployment
@@ -16,6 +18,8 @@ from ep_backend.plan.calibration import OPS, calibrations
 from ep_backend.plan.memory import memory
 from ep_backend.plan.model import GIB, model_shape
 from ep_backend.plan.planner import Plan, plan
+from ep_backend.policy import Forward, Role, Situation, decide
+from ep_backend.settings import Settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 EP128 = DEPLOY / "deepseek-v3-h800-ep128.yaml"
@@ -214,3 +218,20 @@ def test_all_shipped_deployments_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     for file in files:
         assert file.read_text().startswith("# ")
         assert all(role.auto != "none" for role in plan(load(file).deployment).roles.values()), file
+
+
+def test_what_the_plan_says_auto_picks_is_what_the_engine_will_pick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without estimates the policy compares 8 picks with 16 nodes, and would take low_latency."""
+    (tmp_path / "config.json").write_text(json.dumps(models()["deepseek-v3"]))
+    document = load(EP128).deployment.model_dump()
+    document |= {"model": {"path": tmp_path}, "target": {"kind": "local"}}
+    monkeypatch.setattr(instances, "_program", lambda name: name)
+    engines = instances.engine_instances(Deployment.model_validate(document), tmp_path / "run")
+    decode = next(engine for engine in engines if engine.role == "decode")
+    settings = Settings.model_validate_json(Path(decode.env["EP_BACKEND_SETTINGS"]).read_text())
+    capacity = dict.fromkeys((Mode.LOW_LATENCY, Mode.HYBRID), 128)
+    situation = Situation(Role.DECODE, Forward.MIXED, 128, capacity, 8, 16)
+    assert decide(situation).mode is Mode.LOW_LATENCY
+    assert decide(replace(situation, estimates=settings.estimates)).mode is Mode.HYBRID
+    prefill = next(engine for engine in engines if engine.role == "prefill")
+    assert Settings.model_validate_json(Path(prefill.env["EP_BACKEND_SETTINGS"]).read_text()).estimates == {}
