@@ -148,9 +148,7 @@ class Controller:
         self.outcomes[role, "applied"] += 1
         self.running = with_mode(self.running, role, mode)
         epoch = agreed[0].flip.agreed_epoch
-        return result.model_copy(
-            update={"outcome": "applied", "epoch": epoch, "seconds": round(time.monotonic() - started, 3)}
-        )
+        return result.model_copy(update={"outcome": "applied", "epoch": epoch, "seconds": round(time.monotonic() - started, 3)})
 
     async def _agree(self, ranks: Ranks, token: int, mode: ModeName) -> list[RankStatus]:
         """Prepare on all, let steps happen, wait for all. RankFailed after withdrawing."""

@@ -34,9 +34,7 @@ class Flip:
     each dispatch, the agent's thread does the rest.
     """
 
-    def __init__(
-        self, wish: Wish, *, buffers: Callable[[], Sequence[Carrier]], check: Callable[[Wish], None]
-    ) -> None:
+    def __init__(self, wish: Wish, *, buffers: Callable[[], Sequence[Carrier]], check: Callable[[Wish], None]) -> None:
         self._mode = wish
         self._buffers = buffers
         self._check = check

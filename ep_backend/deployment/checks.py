@@ -1,6 +1,9 @@
 """What `up` asks of this machine before anything is loaded; what the file itself shows is in `lint`."""
 
+import os
+import shutil
 import socket
+from collections.abc import Iterator
 
 from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.schema import Deployment
@@ -17,7 +20,22 @@ def check_startable(deployment: Deployment) -> list[Problem]:
         for name, role in deployment.roles.items()
         if role.engine != "vllm"
     ]
-    return problems + check_port_free(deployment)
+    return [*problems, *_check_namespaces(deployment), *check_port_free(deployment)]
+
+
+def _check_namespaces(deployment: Deployment) -> Iterator[Problem]:
+    place = ("target", "namespaces")
+    if not deployment.target.namespaces:
+        return
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        yield Problem(
+            place, "is true, but making them takes root and the program `ip`", "become root, or set it to false", "EP013"
+        )
+    if deployment.control.key is None:
+        yield Problem(place, "is true, so that the agents are not on loopback, and there is no key", "set control.key", "EP013")
+    if deployment.roles.unified is not None and not deployment.router.hold:
+        what = "is true, and clients cannot reach into a unified role's namespace without a door"
+        yield Problem(place, what, "set router.hold", "EP013")
 
 
 def check_port_free(deployment: Deployment) -> list[Problem]:

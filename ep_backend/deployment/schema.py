@@ -236,6 +236,7 @@ class Target(Strict):
     kind: Literal["local", "lws", "disaggregatedset", "slurm"] = "local"
     image: Image = Image()
     pod: Pod = Pod()
+    namespaces: bool = Field(default=False, description="local: a role's launches in network namespaces, as nodes; needs root")
     start_timeout_s: float = Field(default=600.0, gt=0)
     stop_timeout_s: float = Field(default=20.0, gt=0)
 

@@ -19,9 +19,10 @@ from ep_backend.control.controller import RestartFailed
 from ep_backend.control.door import Door
 from ep_backend.control.service import start_service
 from ep_backend.deployment.agents import rank_statuses
-from ep_backend.deployment.instances import Instance, engine_instances, role_instances, router_instance
+from ep_backend.deployment.instances import Instance, engine_instances, namespaces_of, role_instances, router_instance
 from ep_backend.deployment.load import Loaded
 from ep_backend.deployment.logs import last_errors
+from ep_backend.deployment.namespaces import inside, namespaces
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.processes import session_members, shared_memory_of, start_ticks, stop_sessions
 from ep_backend.deployment.schema import Deployment, RoleName
@@ -99,7 +100,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _services(self) -> Iterator[None]:
-        """The control service, and the door if there is one."""
+        """The control service, and what the file asks for: a door, namespaces."""
         audit, router = Audit(self.folder / "audit.jsonl"), self.deployment.router
         with contextlib.ExitStack() as stack:
             try:
@@ -108,7 +109,9 @@ class Supervisor:
                 if self.door is not None:
                     door = Background(self.door, name="door", setting="router.", host=router.host, port=router.port)
                     stack.callback(door.stop)
-            except ValueError as error:
+                if spaces := namespaces_of(self.deployment):
+                    stack.enter_context(namespaces(spaces))
+            except (ValueError, OSError) as error:
                 raise DeploymentError([str(error)]) from None
             self.state.control_url = f"http://{self.deployment.control.host}:{service.port}"
             yield
@@ -183,7 +186,7 @@ class Supervisor:
             log = self.folder / f"{instance.name}.log"
             with log.open("wb") as output:
                 child = subprocess.Popen(
-                    instance.command,
+                    inside(instance.namespace, instance.command) if instance.namespace else instance.command,
                     env={**os.environ, **instance.env},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
