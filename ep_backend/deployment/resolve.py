@@ -75,12 +75,20 @@ def group_of(deployment: Deployment, role: Role) -> Group:
     machine = topology(deployment.topology)
     ranks, on_a_node = role.ep_size, -(-role.ep_size // role.nodes)
     domain = machine.nvlink_domain or machine.gpus_per_node or on_a_node
-    if domain <= (machine.gpus_per_node or domain):
+    spans_nodes = machine.gpus_per_node is not None and domain > machine.gpus_per_node
+    if not spans_nodes:
         domain = min(domain, on_a_node)
     domain = role.ep.gpus_per_node or min(domain, ranks)
     if ranks % domain:
         raise ValueError(f"{ranks} EP ranks cannot be split into NVLink domains of {domain}")
     return Group(ranks, ranks // domain, max(1, ranks // role.data_parallel))
+
+
+def limited_as_grouped(shape: ModelShape, group: Group, redundant: int) -> bool:
+    """Does every rank and node hold whole groups of experts, or part of one? Only then a limit of groups limits places."""
+    per_group = shape.experts // shape.groups
+    places = (shape.experts // group.ranks, shape.experts // group.nodes)
+    return not redundant and all(own and (per_group % own == 0 or own % per_group == 0) for own in places)
 
 
 def payload_of(deployment: Deployment, role: Role) -> str:

@@ -1,5 +1,6 @@
 """What a deployment file may say. The only model of it: later features extend this one."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
+SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -173,8 +175,8 @@ class Role(Strict):
 
     def number(self, *flags: str) -> int | None:
         """The value of the first of these flags that is given as a whole number."""
-        given = (self.arg(flag) for flag in flags)
-        return next((value for value in given if isinstance(value, int) and not isinstance(value, bool)), None)
+        given = (_whole_number(self.arg(flag)) for flag in flags)
+        return next((value for value in given if value is not None), None)
 
     @property
     def ep_size(self) -> int:
@@ -183,6 +185,13 @@ class Role(Strict):
         if self.engine == "sglang":
             return tensor_parallel or self.data_parallel
         return self.data_parallel * (tensor_parallel or 1)
+
+
+def _whole_number(value: JsonValue | None) -> int | None:
+    """A number, also as the engines accept it in words: "8192", "8k" (8000), "8K" (8192)."""
+    if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", value)):
+        return int(float(found[1]) * SUFFIXES[found[2]])
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 class Roles(Strict):

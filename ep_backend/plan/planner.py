@@ -10,8 +10,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ep_backend.deployment.batches import capacity
-from ep_backend.deployment.lint.capacity import aligned_groups
-from ep_backend.deployment.resolve import Group, ModelUnknown, buffer_config, group_of, payload_of, shape_of, topology
+from ep_backend.deployment.resolve import (
+    Group,
+    ModelUnknown,
+    buffer_config,
+    group_of,
+    limited_as_grouped,
+    payload_of,
+    shape_of,
+    topology,
+)
 from ep_backend.deployment.schema import Deployment, Role, RoleName, Routing, Topology, modes_of
 from ep_backend.layout import Payload
 from ep_backend.modes import MODES, Family, Mode
@@ -179,7 +187,7 @@ def copies_of(routing: Routing, shape: ModelShape, group: Group, redundant: int)
         return exactly(experts, shape.top_k, group.ranks, group.nodes, routing.nodes_per_token)
     if routing.kind == "measured" and routing.expert_counts is not None:
         return measured(read_counts(routing.expert_counts), shape.top_k, group.ranks, group.nodes)
-    if routing.kind == "group_limited" and aligned_groups(shape, group, redundant):
+    if routing.kind == "group_limited" and limited_as_grouped(shape, group, redundant):
         return group_limited(experts, shape.top_k, group.ranks, group.nodes, shape.groups, shape.top_groups)
     return uniform(experts, shape.top_k, group.ranks, group.nodes)
 
@@ -330,7 +338,7 @@ def _assumptions(c: _Context) -> Iterator[str]:
     if routing.kind == "uniform":
         limit = f"; the model's limit of {shape.top_groups} in {shape.groups} groups is not used" if shape.groups > 1 else ""
         yield f"routing: every set of {shape.top_k} experts equally likely{limit}"
-    elif routing.kind == "group_limited" and not aligned_groups(shape, c.group, c.role.ep.redundant_experts):
+    elif routing.kind == "group_limited" and not limited_as_grouped(shape, c.group, c.role.ep.redundant_experts):
         yield "routing: uniform, because ranks and groups of experts do not line up"
     else:
         yield f"routing: {routing.kind.replace('_', ' ')}"

@@ -6,12 +6,11 @@ from pathlib import Path
 from ep_backend.deployment.batches import batch_limit, tokens_a_sequence
 from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
-from ep_backend.deployment.resolve import Group, buffer_config
+from ep_backend.deployment.resolve import buffer_config, limited_as_grouped
 from ep_backend.deployment.schema import Deployment
 from ep_backend.layout import MAX_TOP_K, SCALE_GROUP
 from ep_backend.plan.calibration import calibrations, read_counts, recalibrated
 from ep_backend.plan.memory import memory
-from ep_backend.plan.model import ModelShape
 
 WASTE = 4
 HIGHEST_FRACTION = 0.95
@@ -56,7 +55,7 @@ def check_capacity(view: RoleView) -> Iterator[Problem]:
             "EP101",
             view.flag_place(bucket_flag, "compilation-config", "cudagraph-capture-sizes"),
             f"captures a batch of {bucket} tokens, but ep.max_tokens is {capacity}",
-            f"set max_tokens to {bucket}, or a largest bucket of {capacity // each}",
+            f"set max_tokens to {bucket}, or a largest bucket of {capacity // (each if role.engine == 'sglang' else 1)}",
         )
     elif role.engine == "sglang" and view.name != "prefill" and not bucket and not role.arg("disable-cuda-graph"):
         what = f"is {capacity}, but no flag bounds the decode graphs: SGLang chooses their buckets by GPU memory"
@@ -140,21 +139,14 @@ def check_measurements(deployment: Deployment, views: list[RoleView]) -> Iterato
         (("model", "routing", "expert_counts"), routing.expert_counts),
         (("topology", "bench"), deployment.topology.bench),
     ):
-        if file is not None and (fault := _fault(place[-1], file, views)):
+        for fault in _faults(place[-1], file, views) if file is not None else ():
             yield problem("EP131", place, fault, "see docs/plan.md")
     for view in views:
         if routing.kind != "group_limited" or view.shape is None or view.group is None:
             continue
-        if not aligned_groups(view.shape, view.group, view.role.ep.redundant_experts):
+        if not limited_as_grouped(view.shape, view.group, view.role.ep.redundant_experts):
             what = f"is group_limited, but {view.name}'s {view.group.ranks} ranks do not line up with the groups"
             yield problem("EP132", ("model", "routing", "kind"), what, "use uniform")
-
-
-def aligned_groups(shape: ModelShape, group: Group, redundant: int) -> bool:
-    """Does every rank and node hold whole groups of experts, or part of one?"""
-    per_group = shape.experts // shape.groups
-    places = [shape.experts // group.ranks, shape.experts // group.nodes]
-    return not redundant and all(own and (per_group % own == 0 or own % per_group == 0) for own in places)
 
 
 def largest_bucket(view: RoleView) -> tuple[str, int]:
@@ -189,15 +181,16 @@ def _chunk(view: RoleView) -> int:
     return (view.role.number("chunked-prefill-size") or 0) // view.role.data_parallel
 
 
-def _fault(kind: str, file: Path, views: list[RoleView]) -> str | None:
+def _faults(kind: str, file: Path, views: list[RoleView]) -> Iterator[str]:
     try:
         if kind == "bench":
             recalibrated(calibrations()["link-rate"], file)
-        else:
-            row = read_counts(file)[0]
-            experts = views[0].experts if views else None
-            if experts and len(row) < experts:
-                return f"{file} counts {len(row)} experts, but the model has {experts}"
+            return
+        counted = len(read_counts(file)[0])
     except ValueError as error:
-        return str(error)
-    return None
+        yield str(error)
+        return
+    for view in views:
+        slots = (view.experts or counted) + view.role.ep.redundant_experts
+        if counted != slots:
+            yield f"{file} counts {counted} experts, but {view.name} has {slots}"

@@ -62,9 +62,12 @@ def check_flags(view: RoleView) -> Iterator[Problem]:
     engine = view.role.engine
     known, old = table(engine, engine_version(view)), replaced(engine)["flags"]
     flags = set(known.flags)
-    for key in view.role.args:
+    for key, value in view.role.args.items():
         flag, place = _flag(key), (*view.place, "args", key)
         if flag in OWNED_FLAGS or flag in flags:
+            if value is False and flag in flags and f"no-{flag}" not in flags:
+                what = f"is false, and {_name(known)} has no --no-{flag}"
+                yield problem("EP308", place, what, "leave it out: it is off unless it is given")
             continue
         longer = sorted(name for name in flags if name.startswith(flag))
         if flag in old:
