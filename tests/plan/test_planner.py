@@ -235,3 +235,28 @@ def test_what_the_plan_says_auto_picks_is_what_the_engine_will_pick(tmp_path: Pa
     assert decide(replace(situation, estimates=settings.estimates)).mode is Mode.HYBRID
     prefill = next(engine for engine in engines if engine.role == "prefill")
     assert Settings.model_validate_json(Path(prefill.env["EP_BACKEND_SETTINGS"]).read_text()).estimates == {}
+
+
+def routed(**routing: Any) -> dict[str, Any]:
+    document = unified(64, 128, mode="low_latency").model_dump()
+    document["model"]["routing"] = routing
+    return modes(Deployment.model_validate(document))
+
+
+def test_the_routing_of_the_file_decides_the_copies(tmp_path: Path) -> None:
+    uniform, grouped = routed(), routed(kind="group_limited")
+    four = routed(kind="measured", nodes_per_token=4)
+    assert four["hybrid"]["copies"] == pytest.approx(4 * 7 / 8)
+    assert grouped["hybrid"]["copies"] < four["hybrid"]["copies"] < uniform["hybrid"]["copies"]
+    assert uniform["low_latency"]["copies"] == grouped["low_latency"]["copies"] == 7
+
+
+def test_a_hot_expert_makes_the_port_of_its_gpu_the_slowest(tmp_path: Path) -> None:
+    """The bytes that a rank sends hardly change, the time does."""
+    counts = [1.0] * 256
+    (tmp_path / "even.json").write_text(json.dumps({"expert_counts": counts}))
+    (tmp_path / "hot.json").write_text(json.dumps({"expert_counts": [64.0, *counts[1:]]}))
+    even, hot = (routed(kind="measured", expert_counts=tmp_path / name) for name in ("even.json", "hot.json"))
+    assert hot["low_latency"]["nic_bytes"] == even["low_latency"]["nic_bytes"]
+    assert hot["low_latency"]["bandwidth_us"] > 3 * even["low_latency"]["bandwidth_us"]
+    assert hot["hybrid"]["bandwidth_us"] < hot["low_latency"]["bandwidth_us"]
