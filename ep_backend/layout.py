@@ -136,7 +136,7 @@ class Words:
     arrival: int
     expert_arrival: int
     returned: int
-    stream_begin: int
+    stream_count: int
     stream_tail: int
     stream_returned: int
     rail_tail: int
@@ -161,7 +161,7 @@ def words(s: Shape) -> Words:
         "arrival": s.ranks,
         "expert_arrival": s.experts if s.per_expert else 0,
         "returned": s.ranks,
-        "stream_begin": s.ranks * (CHANNELS + 1),
+        "stream_count": s.ranks * (CHANNELS + 1),
         "stream_tail": s.ranks * CHANNELS,
         "stream_returned": s.ranks * CHANNELS,
         "rail_tail": s.nodes * RAIL_CHANNELS,

@@ -21,23 +21,19 @@ struct Shared {
 
 // One channel index of every source: lane s holds what source s sent in it.
 struct Returning {
-  int begin, count, base, channels;   // first slot, records, row of the source's slot 0, the source's channels
-  u32 rounds;                         // most records of a source
+  int row, count, channels;   // first row, rows, the source's channels
+  u32 rounds;                 // most rows of a source
 };
 
 __device__ __forceinline__ Returning returning(const Args& a, u64 epoch, int channel, int lane) {
   Returning r{};
   if (lane < a.ranks) {
-    i64 word = lane * (kChannels + 1) + channel;
+    const int* plan = reinterpret_cast<const int*>(a.plan) + plan_row(lane, channel);
     u64 intent = load_relaxed_sys(own_word(a, a.intent, lane));
-    u64 lo = load_relaxed_sys(own_word(a, a.stream_begin, word)), hi = load_relaxed_sys(own_word(a, a.stream_begin, word + 1));
-    r.base = reinterpret_cast<const int*>(a.plan)[lane];
+    r.row = plan[0];
+    r.count = plan[1] - r.row;
     // A source in a later epoch has all its rows back already; this block then has none of its channels.
     r.channels = signal_epoch(intent) == epoch ? intent_channels(intent) : 0;
-    if (channel < r.channels) {
-      r.begin = int(signal_count(lo));
-      r.count = int(signal_count(hi)) - r.begin;
-    }
   }
   r.rounds = __reduce_max_sync(kFullWarp, u32(r.count));
   return r;
@@ -77,7 +73,7 @@ __device__ __forceinline__ void publish(const Args& a, Shared& sh, int channel, 
     u32 complete = min(all, reach > before ? (reach - before) / u.parts : 0);   // (record, source) pairs
     if (complete < all and complete - published < kPublishRows * u.ranks) continue;
     int rows = complete > lane ? int((complete - lane + u.ranks - 1) / u.ranks) : 0;
-    fence_sys();
+    fence_release();
     if (channel < r.channels)
       store_relaxed_sys(heap_word(a, lane, a.stream_returned, a.rank * kChannels + channel),
                         signal_word(sh.epoch, min(rows, r.count)));
@@ -106,9 +102,9 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, in
       u32 done = turns;
       for (u32 unit = warp; unit < u.total(); unit += workers) {
         u32 pair = unit / u.parts, source = pair % u.ranks, k = pair / u.ranks;
-        int count = __shfl_sync(kFullWarp, r.count, source), slot = __shfl_sync(kFullWarp, r.base + r.begin, source) + k;
+        int count = __shfl_sync(kFullWarp, r.count, source), row = __shfl_sync(kFullWarp, r.row, source) + k;
         bool stays = source == a.rank and not a.masked;
-        if (k < count and not stays) return_row(a, stage, source, slot, int(unit % u.parts), lane);
+        if (k < count and not stays) return_row(a, stage, source, row, int(unit % u.parts), lane);
         sh.progress.finish(warp, ++done, lane);
       }
       sh.progress.finish(warp, turns + u.turns(), lane);
@@ -128,17 +124,14 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, in
 __device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage, int warp, int lane) {
   const int groups = int(a.receive_groups), workers = int(a.receivers) / groups, parts = int(a.receive_parts);
   const int group = warp / workers, member = warp % workers;
-  const int channels = intent_channels(load_relaxed_sys(own_word(a, a.intent, a.rank)));
+  const int channels = int(a.channels);
   const bool peer = lane < a.ranks, own = lane == a.rank and not a.masked;
   const i64 row_bytes = combine_record_bytes(Payload(a.payload), a.hidden);
   if (group == groups) return true;   // left over
   for (int channel = blockIdx.x + gridDim.x * group; channel < channels; channel += gridDim.x * groups) {
-    Range mine = channel_tokens(a.tokens, channel, channels);
+    Range mine = channel_tokens(a, channel);
     int before = 0, seen = -1, unit = member;   // lane r: rows of rank r expected before the block, and seen
-    i64 own_row = 0;
-    if (own)
-      own_row = reinterpret_cast<const int*>(a.plan)[lane] +
-                i64(signal_count(load_relaxed_sys(own_word(a, a.stream_begin, lane * (kChannels + 1) + channel))));
+    i64 own_row = own ? reinterpret_cast<const int*>(a.plan)[plan_row(lane, channel)] : 0;
     auto await = [&](int count) {
       if (seen >= count) return true;
       u64 start = seen < 0 and blockIdx.x == 0 and warp == 0 ? nanoseconds() : 0;
@@ -151,7 +144,9 @@ __device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage,
       u32 to = block_of_tokens(a, first, mine.last, lane);
       int stop = (min(first + 32, mine.last) - mine.first) * parts;
       for (; unit < stop; unit += workers) {
-        int i = unit / parts - (first - mine.first), ordinal = before + __popc(to & below(i));
+        int i = quotient(unit, parts), part = unit - i * parts;
+        i -= first - mine.first;
+        int ordinal = before + __popc(to & below(i));
         bool expected = to >> i & 1;
         bool ok = not expected or own or await(ordinal + 1);
         if (not __all_sync(kFullWarp, ok)) return false;
@@ -159,7 +154,7 @@ __device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage,
         u32 set = __ballot_sync(kFullWarp, expected);
         u64 row = own ? a.y + (own_row + ordinal) * 2 * a.hidden
                       : a.heap[a.rank] + a.area + __popc(set & below(lane)) * a.area_segment + (first + i) * row_bytes;
-        Range run = share(int(2 * a.hidden), unit % parts, parts);
+        Range run = share(int(2 * a.hidden), part, parts);
         sum_rows(stage, a.out + i64(first + i) * 2 * a.hidden, run, set, row, 1.f, lane);
       }
       before += __popc(to);

@@ -1,7 +1,7 @@
 // Dispatch: every token goes once to each rank that owns one of its experts; every rank places what arrives.
 //
-// A block is one channel: its tokens are consecutive, their records take consecutive slots of this rank's segment at
-// each destination, and the block signals by itself how far it has come. Nothing waits for another block. Sending and
+// A block is one channel: its tokens are consecutive, their records take consecutive slots from the first token's on in this
+// rank's segment at each destination, and the block signals by itself how far it has come. No block waits for another. Sending and
 // receiving warps share a block, or run one after the other, or in two launches with the caller's work in between.
 // Rows pass through shared memory by bulk copies, which keeps many bytes in flight with few warps.
 #include <cuda_bf16.h>
@@ -23,11 +23,9 @@ struct Offsets {   // a Record whose fields fit 32 bits, its payload's bytes and
 struct Shared {
   u64 epoch;
   Offsets f;
-  int begin[kMaxRanks], end[kMaxRanks];   // by destination: slots of this channel
-  u32 first_block[kMaxRanks];             // by destination: which of the channel's first 32 tokens go there
-  int base[kMaxRanks + 1];                // by source: its first row; behind the last, all rows
-  int channels[kMaxRanks];                // by source
-  bool stopped;                           // the buffer has failed
+  int base[kMaxRanks + 1];   // by source: its first row; behind the last, all rows
+  int channels[kMaxRanks], chunk[kMaxRanks];   // by source
+  bool stopped;              // the buffer has failed
   Progress progress;
   u64 bars[kWarps];
 };
@@ -52,7 +50,7 @@ __device__ __forceinline__ Range input_run(const Args& a, const Offsets& f, int 
   int parts = int(a.send_parts);
   if (a.cast) {   // in steps of 512 channels
     int steps = (f.row + 511) / 512;
-    return {steps * part / parts * 1024, min(steps * (part + 1) / parts * 1024, 2 * f.row)};
+    return {quotient(steps * part, parts) * 1024, min(quotient(steps * (part + 1), parts) * 1024, 2 * f.row)};
   }
   return share(f.row, part, parts);
 }
@@ -160,48 +158,50 @@ __device__ __forceinline__ void send_picks(const Args& a, const Targets& t, cons
   }
 }
 
-// How many records of earlier channels, and of this one, go to each rank. By all warps; the last ones take this channel.
-__device__ __forceinline__ void count_records(const Args& a, Shared& sh, Range mine, int warp, int lane) {
-  int before = 0, own = 0, warps = blockDim.x / 32;
-  for (int first = warp * 32; first < mine.first; first += warps * 32)
-    before += __popc(block_of_tokens(a, first, mine.first, lane));
-  for (int first = mine.first + (warps - 1 - warp) * 32; first < mine.last; first += warps * 32) {
-    u32 to = block_of_tokens(a, first, mine.last, lane);
-    if (first == mine.first) sh.first_block[lane] = to;
-    own += __popc(to);
-  }
-  if (lane < a.ranks and before + own != 0) {
-    atomicAdd(&sh.begin[lane], before);
-    atomicAdd(&sh.end[lane], before + own);
-  }
+// By the publishing warp of the first block: what this rank calls, and that its counts are cleared.
+__device__ __forceinline__ void announce(const Args& a, Shared& sh, int lane) {
+  Control* control = reinterpret_cast<Control*>(a.control);
+  u64 said = u64(a.signature) | u64(gridDim.x - 1) << kSignatureBits | load_relaxed_sys(&control->proposal) << kProposalBits;
+  if (lane < a.ranks) store_relaxed_sys(heap_word(a, lane, a.intent, a.rank), signal_word(sh.epoch, said));
+  // Receiving warps add to counts; the word that they all await first says that it is cleared.
+  for (i64 e = lane; e < a.local_experts; e += 32) reinterpret_cast<int*>(a.counts)[e] = 0;
+  __syncwarp();
+  fence_sys();
+  i64 word = a.rank * (kChannels + 1) + kChannels;
+  if (lane < a.ranks) store_relaxed_sys(heap_word(a, lane, a.stream_count, word), signal_word(sh.epoch, a.chunk));
+  if (lane != 0) return;
+  i64 at = stat_mode(a.ranks, a.mode) + kStatRows * a.ranks;
+  add_stat(a, at, 1);
+  add_stat(a, at + 2, a.tokens);
+  atomicMax(stats(a) + at + 3, u64(a.tokens));
+  control->mode = a.mode + 1;
+  control->epoch = sh.epoch;
 }
 
-// Tells every rank what this block writes, then how far it has come. One warp, lane r for rank r.
+// Tells every rank how much this block writes, then how far it has come. One warp, lane r for rank r.
 __device__ __forceinline__ void publish(const Args& a, Shared& sh, Range mine, int lane) {
-  int channel = blockIdx.x, channels = gridDim.x, workers = int(a.senders), parts = int(a.send_parts);
-  bool peer = lane < a.ranks;
-  int begin = peer ? sh.begin[lane] : 0, count = peer ? sh.end[lane] - begin : 0;
-  i64 row = a.rank * (kChannels + 1);
-  if (peer) store_relaxed_sys(heap_word(a, lane, a.stream_begin, row + channel), signal_word(sh.epoch, begin));
-  if (channel == channels - 1) {
-    // Receiving warps add to counts; the word that they all await first says that it is cleared.
-    for (i64 e = lane; e < a.local_experts; e += 32) reinterpret_cast<int*>(a.counts)[e] = 0;
-    __syncwarp();
-    fence_sys();
-    if (peer) store_relaxed_sys(heap_word(a, lane, a.stream_begin, row + channels), signal_word(sh.epoch, begin + count));
+  const int workers = int(a.senders), parts = int(a.send_parts), tokens = mine.last - mine.first;
+  const bool peer = lane < a.ranks;
+  u32 to = 0;
+  int count = 0, published = 0, base = 0;
+  for (int first = mine.first; first < mine.last; first += 32) {
+    u32 block = block_of_tokens(a, first, mine.last, lane);
+    if (first == mine.first) to = block;
+    count += __popc(block);
   }
-  int tokens = mine.last - mine.first, published = 0, base = 0;
-  u32 to = tokens != 0 ? sh.first_block[lane] : 0;
+  if (peer)
+    store_relaxed_sys(heap_word(a, lane, a.stream_count, a.rank * (kChannels + 1) + blockIdx.x), signal_word(sh.epoch, count));
   for (int block = 0;;) {   // tokens of the channel before the 32 that `to` describes
-    int complete = min(tokens, int(sh.progress.complete(workers, lane)) / parts);
+    int complete = min(tokens, quotient(min(tokens * parts, int(sh.progress.complete(workers, lane))), parts));
     if (complete < tokens and complete - published < kPublishTokens) continue;
     for (; complete - block >= 32; block += 32) {
       base += __popc(to);
       to = block_of_tokens(a, mine.first + block + 32, mine.last, lane);
     }
     int sent = base + __popc(to & below(complete - block));
-    fence_sys();
-    if (peer) store_relaxed_sys(heap_word(a, lane, a.stream_tail, a.rank * kChannels + channel), signal_word(sh.epoch, sent));
+    fence_release();
+    if (peer)
+      store_relaxed_sys(heap_word(a, lane, a.stream_tail, a.rank * kChannels + blockIdx.x), signal_word(sh.epoch, sent));
     published = complete;
     if (complete == tokens) break;
   }
@@ -212,24 +212,11 @@ __device__ __forceinline__ void publish(const Args& a, Shared& sh, Range mine, i
   }
 }
 
-__device__ __forceinline__ void announce(const Args& a, Shared& sh, int lane) {
-  Control* control = reinterpret_cast<Control*>(a.control);
-  u64 said = u64(a.signature) | u64(gridDim.x - 1) << kSignatureBits | load_relaxed_sys(&control->proposal) << kProposalBits;
-  if (lane < a.ranks) store_relaxed_sys(heap_word(a, lane, a.intent, a.rank), signal_word(sh.epoch, said));
-  if (lane != 0) return;
-  i64 at = stat_mode(a.ranks, a.mode) + kStatRows * a.ranks;
-  add_stat(a, at, 1);
-  add_stat(a, at + 2, a.tokens);
-  atomicMax(stats(a) + at + 3, u64(a.tokens));
-  control->mode = a.mode + 1;
-  control->epoch = sh.epoch;
-}
-
 // Start loading this warp's share of a unit, a part of a token.
 __device__ __forceinline__ void fetch(const Args& a, const Offsets& f, Stage& stage, Range mine, int unit, int lane) {
-  int parts = int(a.send_parts), token = mine.first + unit / parts;
+  int parts = int(a.send_parts), token = mine.first + quotient(unit, parts);
   if (token >= mine.last) return;
-  Range run = input_run(a, f, unit % parts);
+  Range run = input_run(a, f, unit - (token - mine.first) * parts);
   stage.load(input_row(a, f, token) + run.first, run.last - run.first, lane);
 }
 
@@ -238,14 +225,15 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Ra
   int workers = int(a.senders), parts = int(a.send_parts);
   if (warp == workers) return publish(a, sh, mine, lane);
 
-  int slot = lane < a.ranks ? sh.begin[lane] : 0;
+  int slot = mine.first;
   u64 own = lane < a.ranks ? segment(a, lane, int(a.rank)) : 0;
   int unit = warp, done = 0;
   for (int first = mine.first; first < mine.last; first += 32) {
-    u32 to = first == mine.first ? sh.first_block[lane] : block_of_tokens(a, first, mine.last, lane);
+    u32 to = block_of_tokens(a, first, mine.last, lane);
     int stop = (min(first + 32, mine.last) - mine.first) * parts;
     for (; unit < stop; unit += workers) {
-      int i = unit / parts - (first - mine.first), part = unit % parts;
+      int i = quotient(unit, parts), part = unit - i * parts;
+      i -= first - mine.first;
       Targets t{own + i64(slot + __popc(to & below(i))) * f.bytes, __ballot_sync(kFullWarp, to >> i & 1)};
       if (part == 0) send_picks(a, t, f, sh.epoch, first + i, lane);
       Range run = input_run(a, f, part);
@@ -265,47 +253,61 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Ra
   sh.progress.finish(warp, Progress::kAll, lane);
 }
 
-// Who sends how much: from the words that travel ahead of the records. One warp, lane s for source s.
+// Who sends how much: from the words that travel ahead of the records. One warp; the first block's leaves the plan.
 __device__ __forceinline__ bool make_plan(const Args& a, Shared& sh, int lane) {
+  const bool peer = lane < a.ranks, leaves = blockIdx.x == 0;
+  int* plan = reinterpret_cast<int*>(a.plan);
   bool ok = true;
-  int total = 0;
   u64 proposal = ~u64(0);
-  if (lane < a.ranks) {
-    u64 start = blockIdx.x == 0 ? nanoseconds() : 0;
+  if (peer) {
+    u64 start = leaves ? nanoseconds() : 0;
     u64 intent = wait_word(a, Op::kDispatch, lane, a.intent, lane, sh.epoch, 0);
-    if (blockIdx.x == 0) add_stat(a, stat_waits(a.ranks) + lane, nanoseconds() - start);
+    if (leaves) add_stat(a, stat_waits(a.ranks) + lane, nanoseconds() - start);
     ok = intent != 0;
     if (ok and (intent & kSignatureMask) != u64(a.signature)) {
       report(a, Fault::kDisagree, Op::kDispatch, sh.epoch, lane, a.signature, intent & kSignatureMask);
       ok = false;
     }
-    if (ok) {
-      proposal = signal_count(intent) >> kProposalBits;
-      int channels = intent_channels(intent);
-      sh.channels[lane] = channels;
-      u64 all = wait_word(a, Op::kDispatch, lane, a.stream_begin, lane * (kChannels + 1) + channels, sh.epoch, 0);
-      ok = all != 0;
-      total = int(signal_count(all));
+    u64 chunk = ok ? wait_word(a, Op::kDispatch, lane, a.stream_count, plan_row(lane, kChannels), sh.epoch, 0) : 0;
+    ok = chunk != 0;
+    proposal = signal_count(intent) >> kProposalBits;
+    sh.channels[lane] = intent_channels(intent);
+    sh.chunk[lane] = int(signal_count(chunk));
+    if (leaves) plan[plan_chunk(a.ranks, lane)] = sh.chunk[lane];
+  }
+  ok = __all_sync(kFullWarp, ok);
+  __syncwarp();
+  int total = 0;
+  for (int source = 0; ok and source < a.ranks; ++source) {
+    if (lane == 0) sh.base[source] = total;
+    int channels = sh.channels[source];
+    for (int first = 0; first <= kChannels; first += 32) {
+      if (first >= channels and not leaves) break;
+      int channel = first + lane, count = 0;
+      if (channel < channels) {
+        u64 word = wait_word(a, Op::kDispatch, source, a.stream_count, plan_row(source, channel), sh.epoch, 0);
+        ok = word != 0;
+        count = int(signal_count(word));
+      }
+      int up_to = count;
+      for (int d = 1; d < 32; d *= 2) {
+        int left = __shfl_up_sync(kFullWarp, up_to, d);
+        if (lane >= d) up_to += left;
+      }
+      if (leaves and channel <= kChannels) plan[plan_row(source, channel)] = total + up_to - count;
+      total += __shfl_sync(kFullWarp, up_to, 31);
+      ok = __all_sync(kFullWarp, ok);
     }
   }
-  int up_to = total;
-  for (int d = 1; d < 32; d *= 2) {
-    int left = __shfl_up_sync(kFullWarp, up_to, d);
-    if (lane >= d) up_to += left;
-  }
-  if (lane < a.ranks) sh.base[lane + 1] = up_to;
-  if (lane == 0) sh.base[0] = 0;
-  ok = __all_sync(kFullWarp, ok);
+  if (lane == 0) sh.base[a.ranks] = total;
+  __syncwarp();
   u64 first = __shfl_sync(kFullWarp, proposal, 0);
-  bool same = __all_sync(kFullWarp, lane >= a.ranks or proposal == first);
-  if (not ok or blockIdx.x != 0) return ok;
-  if (lane < a.ranks) reinterpret_cast<int*>(a.plan)[lane + 1] = up_to;
-  if (lane == 0) {
-    reinterpret_cast<int*>(a.plan)[0] = 0;
+  bool same = __all_sync(kFullWarp, not peer or proposal == first);
+  if (ok and leaves and lane == 0) {
     store_relaxed_sys(reinterpret_cast<u64*>(a.agreed), same ? first : 0);
+    if (a.host_rows != 0) store_relaxed_sys(reinterpret_cast<u64*>(a.host_rows), u64(total) + 1);
   }
-  if (a.host_rows != 0 and lane == a.ranks - 1) store_relaxed_sys(reinterpret_cast<u64*>(a.host_rows), u64(up_to) + 1);
-  return true;
+  return ok;
 }
 
 // The record in the stage becomes rows; what combine needs of it goes to the call's own memory. Lane k for pick k.
@@ -358,10 +360,10 @@ __device__ __forceinline__ void place(const Args& a, const Offsets& f, const Sta
   }
 }
 
-__device__ __forceinline__ void take(const Args& a, Shared& sh, Stage& stage, int source, int slot, int lane) {
+__device__ __forceinline__ void take(const Args& a, Shared& sh, Stage& stage, int source, int slot, int record, int lane) {
   stage.load(segment(a, int(a.rank), source) + i64(slot) * sh.f.bytes, sh.f.bytes, lane);
   stage.await();
-  place(a, sh.f, stage, sh.base[source] + slot, lane);
+  place(a, sh.f, stage, record, lane);
   bulk_commit();
   bulk_await_read();
 }
@@ -369,40 +371,53 @@ __device__ __forceinline__ void take(const Args& a, Shared& sh, Stage& stage, in
 // The records of one source's channel, taken in turns by the warps that serve the source.
 __device__ __forceinline__ bool receive_channel(const Args& a, Shared& sh, Stage& stage, int source, int channel, int member,
                                                 int members, int lane) {
-  i64 words = source * (kChannels + 1) + channel, tails = source * kChannels + channel;
-  u64 word = 1;   // lane 0: the first slot, 1: behind the last, 2: how far the source has come
-  if (lane < 2) word = wait_word(a, Op::kDispatch, source, a.stream_begin, words + lane, sh.epoch, 0);
-  if (lane == 2) word = wait_word(a, Op::kDispatch, source, a.stream_tail, tails, sh.epoch, 0);
-  if (not __all_sync(kFullWarp, word != 0)) return false;
-  int count = int(signal_count(word));
-  int begin = __shfl_sync(kFullWarp, count, 0), end = __shfl_sync(kFullWarp, count, 1), arrived = __shfl_sync(kFullWarp, count, 2);
-  for (int slot = begin + member; slot < end; slot += members) {
-    if (slot - begin >= arrived) {
-      u64 tail = wait_word(a, Op::kDispatch, source, a.stream_tail, tails, sh.epoch, slot - begin + 1);
+  const i64 tails = source * kChannels + channel;
+  int row = sh.base[source], slot = sh.chunk[source] * channel, count = 0, arrived = 0;
+  bool ok = true;
+  for (int first = 0; first <= channel; first += 32) {   // records of the channels before
+    int at = first + lane, n = 0;
+    if (at <= channel) {
+      u64 word = wait_word(a, Op::kDispatch, source, a.stream_count, plan_row(source, at), sh.epoch, 0);
+      ok = word != 0;
+      n = int(signal_count(word));
+    }
+    count = __shfl_sync(kFullWarp, n, channel - first & 31);
+    row += __reduce_add_sync(kFullWarp, at < channel ? n : 0);
+    if (not __all_sync(kFullWarp, ok)) return false;
+  }
+  for (int k = member; k < count; k += members) {
+    if (k >= arrived) {
+      u64 tail = wait_word(a, Op::kDispatch, source, a.stream_tail, tails, sh.epoch, k + 1);
       if (not __all_sync(kFullWarp, tail != 0)) return false;
       arrived = int(__shfl_sync(kFullWarp, u32(signal_count(tail)), 0));
     }
-    take(a, sh, stage, source, slot, lane);
+    take(a, sh, stage, source, slot + k, row + k, lane);
   }
   return true;
 }
 
-// Everything is here: records are dealt out to all warps of the grid.
-__device__ __forceinline__ void receive_all(const Args& a, Shared& sh, Stage& stage, int warp, int lane) {
-  int step = int(gridDim.x * a.receivers);
-  for (int record = warp * gridDim.x + blockIdx.x; record < sh.base[a.ranks]; record += step) {
-    int source = __popc(__ballot_sync(kFullWarp, lane < a.ranks and sh.base[lane + 1] <= record));
-    take(a, sh, stage, source, record - sh.base[source], lane);
-  }
+// The same when everything is here, by the plan that ep_await left.
+__device__ __forceinline__ void take_channel(const Args& a, Shared& sh, Stage& stage, int source, int channel, int member,
+                                             int members, int lane) {
+  i64 at = lane < 2 ? plan_row(source, channel) + lane : plan_chunk(a.ranks, source);
+  int word = reinterpret_cast<const int*>(a.plan)[at];
+  int row = __shfl_sync(kFullWarp, word, 0), count = __shfl_sync(kFullWarp, word, 1) - row;
+  int slot = __shfl_sync(kFullWarp, word, 2) * channel;
+  for (int k = member; k < count; k += members) take(a, sh, stage, source, slot + k, row + k, lane);
 }
 
 __device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage, int warp, int lane) {
-  int warps = int(a.receivers), groups = min(int(a.ranks), warps);
-  int members = (warps - warp % groups + groups - 1) / groups;
-  if (a.planned) receive_all(a, sh, stage, warp, lane);
-  for (int source = warp % groups; source < a.ranks and not a.planned; source += groups)
+  const int warps = int(a.receivers), groups = min(int(a.ranks), warps);
+  const int group = warp % groups, member = warp / groups, members = (warps - group + groups - 1) / groups;
+  if (a.planned) {
+    for (int source = group; source < a.ranks; source += groups)
+      for (int channel = blockIdx.x; channel < kChannels; channel += gridDim.x)
+        take_channel(a, sh, stage, source, channel, member, members, lane);
+    return true;
+  }
+  for (int source = group; source < a.ranks; source += groups)
     for (int channel = blockIdx.x; channel < sh.channels[source]; channel += gridDim.x)
-      if (not receive_channel(a, sh, stage, source, channel, warp / groups, members, lane)) return false;
+      if (not receive_channel(a, sh, stage, source, channel, member, members, lane)) return false;
   if (a.fill) {   // nobody knows the number of rows, so the ids behind the last one must say that there is nothing
     i64 first = sh.base[a.ranks] * a.top_k, last = a.ranks * a.max_tokens * a.top_k;
     for (i64 i = first + (i64(blockIdx.x) * warps + warp) * 32 + lane; i < last; i += i64(gridDim.x) * warps * 32) {
@@ -420,13 +435,12 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_dispatch(const 
   __shared__ Shared sh;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, planner = blockDim.x / 32 - 1;
   const bool sends = a.senders != 0, receives = a.receivers != 0;
-  if (threadIdx.x < 32) sh.begin[lane] = sh.end[lane] = sh.progress.done[lane] = 0;
+  if (threadIdx.x < 32) sh.progress.done[lane] = 0;
   if (a.planned) await_previous();   // ep_await
   if (warp == planner) {
     bool stopped = given_up(a, Op::kDispatch, 0, lane);
     if (lane == 0) sh.stopped = stopped;
     if (lane < blockDim.x / 32) mbarrier_init(&sh.bars[lane]);
-    for (int r = lane; a.planned and r <= a.ranks; r += 32) sh.base[r] = reinterpret_cast<const int*>(a.plan)[r];
   }
   if (threadIdx.x == 0) {
     sh.epoch = load_relaxed_sys(&reinterpret_cast<LaneState*>(a.state)->epoch);
@@ -438,12 +452,10 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_dispatch(const 
   if (not receives) allow_next();
   if (not sh.stopped) {
     Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
-    Range mine = channel_tokens(a.tokens, blockIdx.x, gridDim.x);
+    Range mine = channel_tokens(a, blockIdx.x);
     if (sends) {
-      if (warp < a.senders) fetch(a, sh.f, stage, mine, warp, lane);   // under way while records are counted
+      if (warp < a.senders) fetch(a, sh.f, stage, mine, warp, lane);
       if (blockIdx.x == 0 and warp == a.senders) announce(a, sh, lane);
-      count_records(a, sh, mine, warp, lane);
-      __syncthreads();
       if (warp <= a.senders) send(a, sh, stage, mine, warp, lane);
     }
     if (receives) {
@@ -484,11 +496,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1) ep_await(const __grid_cons
   for (int pair = threadIdx.x; ok and pair < a.ranks * kChannels; pair += blockDim.x) {
     int source = pair / int(kChannels), channel = pair % int(kChannels);
     if (channel >= sh.channels[source]) continue;
-    i64 words = source * (kChannels + 1) + channel;
-    u64 lo = wait_word(a, Op::kDispatch, source, a.stream_begin, words, sh.epoch, 0);
-    u64 hi = wait_word(a, Op::kDispatch, source, a.stream_begin, words + 1, sh.epoch, 0);
-    ok = lo != 0 and hi != 0 and
-         wait_word(a, Op::kDispatch, source, a.stream_tail, pair, sh.epoch, signal_count(hi) - signal_count(lo)) != 0;
+    u64 count = wait_word(a, Op::kDispatch, source, a.stream_count, plan_row(source, channel), sh.epoch, 0);
+    ok = count != 0 and wait_word(a, Op::kDispatch, source, a.stream_tail, pair, sh.epoch, signal_count(count)) != 0;
   }
   __syncthreads();
   allow_next();

@@ -59,7 +59,10 @@ class Fabric(Protocol):
     stats: BufferStats
     allocated_bytes: int
     proposal: int  # carried in the intent words of the following dispatches; 0: none
-    agreed: int  # what every rank carried in the last finished dispatch, else 0; equal on all ranks
+
+    @property
+    def agreed(self) -> int:
+        """The proposal that every rank carried in the last finished dispatch, else 0; equal on all ranks."""
 
     def start_dispatch(self, call: Call) -> None:
         """Send every record of the call; waits for nobody but in normal mode, which does all its work here."""

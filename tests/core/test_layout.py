@@ -171,8 +171,8 @@ def test_regions_do_not_overlap(s: Shape) -> None:
     lengths = {"expert_arrival": s.experts if s.per_expert else 0}
     lengths |= dict.fromkeys(("rail_tail", "rail_total"), s.nodes * layout.RAIL_CHANNELS)
     lengths |= dict.fromkeys(("stream_tail", "stream_returned"), s.ranks * layout.CHANNELS)
-    lengths["stream_begin"] = s.ranks * (layout.CHANNELS + 1)
-    lengths |= {"stream_begin": s.ranks * (layout.CHANNELS + 1)}
+    lengths["stream_count"] = s.ranks * (layout.CHANNELS + 1)
+    lengths |= {"stream_count": s.ranks * (layout.CHANNELS + 1)}
     lengths |= dict.fromkeys(("stream_tail", "stream_returned"), s.ranks * layout.CHANNELS)
     by_node = ("rail_count", "rail_ring_tail", "rail_ring_head", "rail_back_tail", "rail_back_head")
     lengths |= dict.fromkeys(by_node, s.nodes)

@@ -85,7 +85,7 @@ class NvshmemFabric:
         self._counters = torch.zeros(counters, dtype=torch.int64, device=self.device)
         self._control = torch.zeros(4, dtype=torch.int64, device=self.device)
         self._lanes = torch.tensor([[1, 0]] * config.lanes, dtype=torch.int64, device=self.device)
-        self._side = torch.cuda.Stream(self.device)
+        self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._one = torch.ones(1, dtype=torch.int64, pin_memory=True)
         self._reason: str | None = None
         self._proposal = 0
@@ -134,7 +134,7 @@ class NvshmemFabric:
             max_tokens=tokens,
             state=self._lanes.data_ptr() + 16 * lane,
             intent=at + words.intent,
-            stream_begin=at + words.stream_begin,
+            stream_count=at + words.stream_count,
             stream_tail=at + words.stream_tail,
             stream_returned=at + words.stream_returned,
             expert_arrival=at + words.expert_arrival,
@@ -199,7 +199,7 @@ class NvshmemFabric:
             weights = self._empty((capacity, s.top_k), torch.float32)
         counts = self._empty((s.local_experts,), torch.int32)
         # plan | target | position | pick_weight, 32 bits each
-        sizes = (s.ranks + 1, capacity, capacity * s.top_k if masked else 0)
+        sizes = (s.ranks * (layout.CHANNELS + 2), capacity, capacity * s.top_k if masked else 0)
         records = self._empty((sizes[0] + sizes[1] + 2 * sizes[2],), torch.int32)
         plan = records.data_ptr()
         target, position = plan + 4 * sizes[0], plan + 4 * (sizes[0] + sizes[1])
@@ -207,12 +207,13 @@ class NvshmemFabric:
         host_rows = 17 + call.lane
         if waits:
             self._seen[host_rows] = 0
+        channels = self._channels(call)
         values = (
             *(int(masked), int(_casts(call)), int(call.ids.dtype == torch.int64), call.tokens),
             *(call.x.data_ptr(), _address(call.scales), call.ids.data_ptr(), call.weights.data_ptr()),
             *(rows.data_ptr(), _address(scales), _address(ids), _address(weights), counts.data_ptr(), stride),
             *(int(not masked and not waits), self._host.data_ptr() + 8 * host_rows if waits else 0),
-            *(plan, target, position, position + 4 * sizes[2]),
+            *(plan, target, position, position + 4 * sizes[2], channels, layout.ceil_div(call.tokens, channels)),
         )
         received = Received(rows, scales, ids, weights, counts, None)
         args = self._args[call.lane, call.mode, call.layout, call.payload]
@@ -236,6 +237,12 @@ class NvshmemFabric:
     def _blocks(self, call: Call, most: int, default: int) -> int:
         return max(1, min(default if call.sms is None else call.sms, most))
 
+    def _channels(self, call: Call) -> int:
+        """Blocks of the kernel that sends."""
+        if call.tokens > SMALL:
+            return self._blocks(call, self._most_waiting, SMS)
+        return self._blocks(call, self._most_blocks, max(1, call.tokens))
+
     def _dispatch_launches(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
         hidden, cast = self.shape.hidden, _casts(call)
         row = 2 * hidden if cast else layout.payload_bytes(call.payload, hidden)
@@ -258,10 +265,10 @@ class NvshmemFabric:
                 receive_at=senders * sent * send,
                 send_parts=parts,
             )
-            return (Launch("dispatch", self._blocks(call, self._most_waiting, SMS), MOST_WARPS, roles),)
+            return (Launch("dispatch", self._channels(call), MOST_WARPS, roles),)
         result = []
         if send:
-            blocks = self._blocks(call, self._most_blocks, max(1, call.tokens))
+            blocks = self._channels(call)
             parts = max(1, min(8, layout.ceil_div(row, 2048)))
             sent = _run(row, step, parts) + scales
             most = min(16, STAGE_BYTES // sent)

@@ -15,20 +15,20 @@ from ep_backend.fabric.nvshmem.world import check, driver
 
 MAX_RANKS = 32
 MOST_WARPS = 32  # of a block
-STAGE_BYTES = 220 << 10  # shared memory that a block's warps share for bulk copies
+STAGE_BYTES = 224 << 10  # shared memory that a block's warps share for bulk copies
 IMAGES = Path(__file__).resolve().parents[2] / "images"
 
 # Fields of Args behind heap[MAX_RANKS], in order, 64 bits each. LANE ones are the same for every call of a lane and mode.
 LANE = (
     *("rank", "ranks", "local_experts", "top_k", "hidden", "control", "report", "stats", "timeout_ns"),
     *("lane", "mode", "max_tokens", "state"),
-    *("intent", "stream_begin", "stream_tail", "stream_returned", "expert_arrival", "returned"),
+    *("intent", "stream_count", "stream_tail", "stream_returned", "expert_arrival", "returned"),
     *("slots", "slot_segment", "area", "area_segment", "payload", "signature", "agreed"),
 )
 CALL = (
     *("masked", "cast", "ids64", "tokens", "x", "scales_in", "ids", "weights"),
     *("rows", "scales", "out_ids", "out_weights", "counts", "scale_stride", "fill", "host_rows"),
-    *("plan", "target", "position", "pick_weight", "y", "out"),
+    *("plan", "target", "position", "pick_weight", "channels", "chunk", "y", "out"),
     *("senders", "receive_from", "receivers", "send_stage", "receive_stage", "receive_at"),
     *("send_parts", "receive_parts", "receive_groups", "planned", "advance"),
 )

@@ -29,7 +29,7 @@ struct Args {
   // Its lane and mode; byte offsets from a heap's start.
   i64 lane, mode, max_tokens;
   u64 state;             // LaneState of this lane
-  i64 intent, stream_begin, stream_tail, stream_returned, expert_arrival, returned;
+  i64 intent, stream_count, stream_tail, stream_returned, expert_arrival, returned;
   i64 slots, slot_segment;   // dispatch payload, and bytes of one source's segment
   i64 area, area_segment;    // combine payload, and bytes of one copy's segment
   i64 payload, signature;
@@ -43,10 +43,11 @@ struct Args {
   i64 scale_stride;      // masked: elements between the columns of scales
   i64 fill;              // compact: 1 if ids behind the last row are read
   u64 host_rows;         // mapped u64, gets the number of rows + 1; 0: nobody asks
-  u64 plan;              // i32 [R + 1]: by source rank, the first of its received records; behind the last, all
+  u64 plan;              // i32: Plan
   u64 target;            // i32 [R x max_tokens]: by received record, its row in the owner's combine payload
   u64 position;          // i32 [R x max_tokens][K]: by received record and pick, the masked row or -1
   u64 pick_weight;       // f32 likewise
+  i64 channels, chunk;   // this rank's dispatch: its blocks, and tokens of each
   u64 y, out;
 
   // The launch. Warps [0, senders) send and the next one publishes; warps [receive_from, + receivers) receive.
@@ -63,6 +64,12 @@ struct LaneState {
   u64 epoch;     // of the round under way or to come; 1 at first
   u64 readers;   // blocks of the advancing kernel that have read it
 };
+
+// What a dispatch leaves for later kernels, i32 each: by source and channel, [R][kChannels + 1], the row of its first
+// record (a channel that is not there is empty), and by source, [R], the slots between its channels.
+EP_HD i64 plan_row(i64 source, i64 channel) { return source * (kChannels + 1) + channel; }
+EP_HD i64 plan_chunk(i64 ranks, i64 source) { return ranks * (kChannels + 1) + source; }
+EP_HD i64 plan_words(i64 ranks) { return plan_chunk(ranks, ranks); }
 
 // One a buffer.
 struct Control {

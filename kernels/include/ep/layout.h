@@ -95,7 +95,7 @@ struct Words {
   i64 arrival;          // [R]      by source rank: its records of this epoch are here (direct, low_latency, hybrid's last hop)
   i64 expert_arrival;   // [e][R]   the same for each local expert (low_latency, per_expert form)
   i64 returned;         // [R]      by rank: its combine rows are here, and my dispatch slots there are free
-  i64 stream_begin;     // [R][128+1] by source rank and channel: slot of its first record; behind the last channel, all its records
+  i64 stream_count;     // [R][128+1] by source rank and channel: records it will bring; last, the tokens of one channel
   i64 stream_tail;      // [R][128] by source rank and channel: records written so far (direct, low_latency on CUDA)
   i64 stream_returned;  // [R][64]  by rank and my channel: combine rows written so far
   i64 rail_tail;        // [N][C]   by source node and channel: records written so far (hybrid)
@@ -126,7 +126,7 @@ EP_HD Words words(const Shape& s) {
   w.arrival = take(at, R);
   w.expert_arrival = take(at, s.per_expert ? s.experts : 0);
   w.returned = take(at, R);
-  w.stream_begin = take(at, R * (kChannels + 1));
+  w.stream_count = take(at, R * (kChannels + 1));
   w.stream_tail = take(at, R * kChannels);
   w.stream_returned = take(at, R * kChannels);
   w.rail_tail = take(at, N * kRailChannels);

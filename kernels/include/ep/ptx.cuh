@@ -67,6 +67,9 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta
 __device__ __forceinline__ void mbarrier_init(u64* bar) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(bar)) : "memory");
 }
+// Orders ordinary accesses before bulk copies: of shared memory in this thread; or of all memory, wherever a reader of what
+// this thread then signals uses them. The latter waits for the block's stores, so only publishing warps have it.
+__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 __device__ __forceinline__ void bulk_expect(u64* bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");

@@ -6,10 +6,11 @@
 namespace ep {
 
 // The tokens of one channel. Sender and owner split alike, so a channel's combine rows are those of its tokens.
-__device__ __forceinline__ Range channel_tokens(i64 tokens, u32 channel, u32 channels) {
-  u32 t = u32(tokens);   // below 2^24, channels below 2^8
-  return {int(t * channel / channels), int(t * (channel + 1) / channels)};
+__device__ __forceinline__ Range channel_tokens(const Args& a, int channel) {
+  return {min(int(a.tokens), int(a.chunk) * channel), min(int(a.tokens), int(a.chunk) * (channel + 1))};
 }
+// a / b for a below 2^20, where the half keeps clear of rounding.
+__device__ __forceinline__ int quotient(int a, int b) { return int((float(a) + 0.5f) * __frcp_rn(float(b))); }
 
 // One pick's expert, -1 for none. Ids outside the model count as none and are reported by who sends them.
 __device__ __forceinline__ i64 raw_pick(const Args& a, i64 at) {
@@ -17,8 +18,7 @@ __device__ __forceinline__ i64 raw_pick(const Args& a, i64 at) {
 }
 __device__ __forceinline__ bool is_expert(const Args& a, i64 id) { return u64(id) < u64(a.local_experts * a.ranks); }
 
-// id / local_experts, without a division: exact below 2^20 experts, where the half keeps clear of rounding.
-__device__ __forceinline__ int owner(const Args& a, int id) { return int((float(id) + 0.5f) * __frcp_rn(float(a.local_experts))); }
+__device__ __forceinline__ int owner(const Args& a, int id) { return quotient(id, int(a.local_experts)); }
 
 // The ranks that own a token's experts, one bit a rank. Eight loads are in flight.
 __device__ __forceinline__ u32 token_ranks(const Args& a, i64 token) {

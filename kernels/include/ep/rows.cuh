@@ -14,7 +14,7 @@ struct Range {
 // One warp's run of a row's bytes.
 __device__ __forceinline__ Range share(int bytes, int part, int parts) {
   int vectors = bytes / 16;
-  return {vectors * part / parts * 16, vectors * (part + 1) / parts * 16};
+  return {int(u32(vectors * part) / u32(parts) * 16), int(u32(vectors * (part + 1)) / u32(parts) * 16)};
 }
 
 __device__ __forceinline__ float2 unpack(u32 bf16x2) {

@@ -2,7 +2,8 @@
 //
 // A word is written by one 64-bit store after a system-wide fence; its reader loads it with acquire. Everything that the
 // writing block stored before the fence (its warps tell the publishing warp by block-scope release and acquire, and
-// causality is transitive) is visible to the reader and to whoever it synchronises with after that.
+// causality is transitive) is visible to the reader and to whoever it synchronises with after that, also to their bulk
+// copies, because the writer has a proxy fence on that path.
 #pragma once
 #include "ep/args.h"
 #include "ep/ptx.cuh"
@@ -20,6 +21,11 @@ __device__ __forceinline__ bool reached(u64 word, u64 epoch, u64 count) {
 }
 __device__ __forceinline__ u64* stats(const Args& a) { return reinterpret_cast<u64*>(a.stats); }
 __device__ __forceinline__ void add_stat(const Args& a, i64 index, u64 value) { atomicAdd(stats(a) + index, value); }
+
+__device__ __forceinline__ void fence_release() {
+  fence_async();
+  fence_sys();
+}
 
 // Keep the first error only; a fatal one makes this kernel stop waiting and later ones exit at once.
 __device__ __noinline__ void report(const Args& a, Fault fault, Op op, u64 epoch, int peer, u64 expected, u64 seen) {

@@ -11,11 +11,11 @@ struct Stage {
   u64* bar;
   u32 parity = 0;
 
-  // Whole warp. The fence orders this warp's own reads and writes of the stage, and what it acquired, before the copy.
+  // Whole warp, which has done with what was there.
   __device__ __forceinline__ void load(u64 from, u32 bytes, int lane) {
     __syncwarp();
     if (lane == 0) {
-      fence_async();
+      fence_async_shared();
       bulk_expect(bar, bytes);
       bulk_load(at, from, bytes, bar);
     }
@@ -30,7 +30,7 @@ struct Stage {
     if (lane == 0) bulk_expect(bar, __popc(set) * bytes);
     __syncwarp();
     if (set >> lane & 1) {
-      fence_async();
+      fence_async_shared();
       bulk_load(at + __popc(set & ((1u << lane) - 1)) * bytes, from, bytes, bar);
     }
   }
