@@ -1,6 +1,6 @@
 """Reads the flags and environment variables that an engine version knows from its source, without importing it.
 
-    python -m ep_backend.deployment.engines.extract vllm-0.33.0-....whl sglang-0.5.23-....whl nvidia_nvshmem_cu13-3.4.5-....whl
+    python -m ep_backend.deployment.engines vllm-0.33.0-....whl sglang-0.5.23-....whl nvidia_nvshmem_cu13-3.4.5-....whl
 
 writes one table a wheel beside this file. The same code reads an installed engine whose version has no table.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -77,15 +76,13 @@ def _vllm_flags(names: list[str], read: Read) -> set[str]:
 
 
 def _vllm_env(read: Read) -> set[str]:
-    return {
-        key.value
-        for node in ast.walk(ast.parse(read("vllm/envs.py")))
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and "environment_variables" in ast.dump(node)[:200]
-        for table in ast.walk(node)
-        if isinstance(table, ast.Dict)
-        for key in table.keys
-        if isinstance(key, ast.Constant) and isinstance(key.value, str)
-    }
+    """Keys of the table `environment_variables`."""
+    for node in ast.parse(read("vllm/envs.py")).body:
+        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0] if isinstance(node, ast.Assign) else None
+        if isinstance(target, ast.Name) and target.id == "environment_variables":
+            assert isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Dict)
+            return {key.value for key in node.value.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+    raise ValueError("vllm/envs.py has no table environment_variables")
 
 
 def _sglang_flags(names: list[str], read: Read) -> set[str]:
@@ -168,7 +165,3 @@ def main(wheels: list[str]) -> None:
         file = FOLDER / f"{table.name}-{table.version}.json"
         file.write_text(json.dumps(asdict(table), indent=0) + "\n", encoding="utf-8")
         print(f"{file.name}: {len(table.flags)} flags, {len(table.env)} variables, torch {table.torch}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
