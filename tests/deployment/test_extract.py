@@ -46,6 +46,7 @@ class MoE:
     hidden: A[int, Arg(no_cli=True)] = 1
     plain: int = 1
     simple_one: A[bool, "help"] = False
+    two_way: A[bool, Arg(help="h", action=argparse.BooleanOptionalAction)] = False
 """,
     "sglang/srt/environ.py": """
 class Envs:
@@ -78,7 +79,16 @@ def test_vllm(tmp_path: Path) -> None:
 def test_sglang(tmp_path: Path) -> None:
     table = extract.from_wheel(wheel(tmp_path, "sglang-9.9-cp311-cp311-linux_x86_64.whl", SGLANG))
     assert table.torch == "2.14.1"
-    assert table.flags == ["config", "moe-a2a-backend", "own-name", "simple-one", "tensor-parallel-size", "tp-size"]
+    assert table.flags == [
+        "config",
+        "moe-a2a-backend",
+        "no-two-way",
+        "own-name",
+        "simple-one",
+        "tensor-parallel-size",
+        "tp-size",
+        "two-way",
+    ]
     assert table.env == ["SGLANG_X", "SGLANG_Y", "SGL_OLD_Y"]
 
 

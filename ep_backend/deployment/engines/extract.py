@@ -64,7 +64,7 @@ def _vllm_flags(names: list[str], read: Read) -> set[str]:
     for tree in trees:
         for names_of, call in _add_arguments(tree):
             flags |= names_of
-            boolean = any(k.arg == "action" and "BooleanOptional" in ast.dump(k.value) for k in call.keywords)
+            boolean = any(k.arg == "action" and _is_boolean(k.value) for k in call.keywords)
             # The type is known only when vLLM runs; an unused `no-` spelling hides no mistake worth finding.
             if boolean or any(k.arg is None for k in call.keywords):
                 flags |= {f"no-{name}" for name in names_of}
@@ -111,7 +111,8 @@ def _sglang_field(name: str, annotation: ast.expr) -> set[str]:
     if "no_cli" in keywords:
         return set()
     named = _strings(keywords.get("cli_name")) or {_dashed(name)}
-    return {spelling.lstrip("-") for spelling in named | _strings(keywords.get("aliases"))}
+    flags = {spelling.lstrip("-") for spelling in named | _strings(keywords.get("aliases"))}
+    return flags | {f"no-{flag}" for flag in flags} if _is_boolean(keywords.get("action")) else flags
 
 
 def _sglang_env(read: Read) -> set[str]:
@@ -147,6 +148,11 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
     for field in node.body:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             yield field.target.id, field.annotation
+
+
+def _is_boolean(action: ast.expr | None) -> bool:
+    """Is it argparse's action with a `--no-` form?"""
+    return action is not None and "BooleanOptionalAction" in ast.dump(action)
 
 
 def _strings(node: ast.expr | None) -> set[str]:

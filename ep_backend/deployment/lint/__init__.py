@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ep_backend.deployment.lint import capacity, engine, hosts, layout, modes
+from ep_backend.deployment.lint import capacity, engine, hosts, modes, ranks
 from ep_backend.deployment.lint.texts import rules
 from ep_backend.deployment.lint.view import RoleView, views
 from ep_backend.deployment.problems import Problem
@@ -10,8 +10,8 @@ from ep_backend.deployment.schema import Deployment
 
 # What the file alone decides, role by role.
 ROLE_RULES = (
-    layout.check_parallel,
-    layout.check_experts,
+    ranks.check_parallel,
+    ranks.check_experts,
     modes.check_mode,
     modes.check_overlap,
     modes.check_sms,
@@ -39,9 +39,9 @@ def lint(deployment: Deployment) -> list[Problem]:
 
 
 def _of_the_file(deployment: Deployment, roles: list[RoleView]) -> Iterator[Problem]:
-    yield from layout.check_roles(deployment)
-    yield from layout.check_model(deployment)
-    yield from layout.check_machines(deployment, roles)
+    yield from ranks.check_roles(deployment)
+    yield from ranks.check_model(deployment)
+    yield from ranks.check_machines(deployment, roles)
     yield from capacity.check_measurements(deployment, roles)
     yield from hosts.check_target(deployment, roles)
     yield from hosts.check_control(deployment, roles)
