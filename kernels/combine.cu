@@ -119,29 +119,38 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, in
   }
 }
 
+// A receiving warp's work: the first of its channels, and who shares it.
+struct Mine {
+  int channel, member, workers;
+  bool first;
+};
+__device__ __forceinline__ Mine receivers_part(const Args& a, int warp) {
+  int groups = int(a.receive_groups), workers = int(a.receivers) / groups, group = warp / workers;
+  if (group >= groups) return {int(kChannels), 0, 1, false};   // left over
+  return {int(blockIdx.x + gridDim.x * group), warp % workers, workers, warp == 0};
+}
+
 // Sum the tokens of this block's channels. Copy j of a token is that of the j-th rank that got it; this rank's own compact
 // rows never leave `y`.
-__device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage, int warp, int lane) {
-  const int groups = int(a.receive_groups), workers = int(a.receivers) / groups, parts = int(a.receive_parts);
-  const int group = warp / workers, member = warp % workers;
+__device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage, const Mine& m, u32 to, int lane) {
+  const int groups = int(a.receive_groups), workers = m.workers, parts = int(a.receive_parts);
   const int channels = int(a.channels);
   const bool peer = lane < a.ranks, own = lane == a.rank and not a.masked;
   const i64 row_bytes = combine_record_bytes(Payload(a.payload), a.hidden);
-  if (group == groups) return true;   // left over
-  for (int channel = blockIdx.x + gridDim.x * group; channel < channels; channel += gridDim.x * groups) {
+  for (int channel = m.channel; channel < channels; channel += gridDim.x * groups) {
     Range mine = channel_tokens(a, channel);
-    int before = 0, seen = -1, unit = member;   // lane r: rows of rank r expected before the block, and seen
+    int before = 0, seen = -1, unit = m.member;   // lane r: rows of rank r expected before the block, and seen
     i64 own_row = own ? reinterpret_cast<const int*>(a.plan)[plan_row(lane, channel)] : 0;
     auto await = [&](int count) {
       if (seen >= count) return true;
-      u64 start = seen < 0 and blockIdx.x == 0 and warp == 0 ? nanoseconds() : 0;
+      u64 start = seen < 0 and blockIdx.x == 0 and m.first ? nanoseconds() : 0;
       u64 word = wait_word(a, Op::kCombine, lane, a.stream_returned, lane * kChannels + channel, sh.epoch, count);
       if (start != 0) add_stat(a, stat_waits(a.ranks) + lane, nanoseconds() - start);
       seen = int(signal_count(word));
       return word != 0;
     };
     for (int first = mine.first; first < mine.last; first += 32) {
-      u32 to = block_of_tokens(a, first, mine.last, lane);
+      if (channel != m.channel or first != mine.first) to = block_of_tokens(a, first, mine.last, lane);
       int stop = (min(first + 32, mine.last) - mine.first) * parts;
       for (; unit < stop; unit += workers) {
         int i = quotient(unit, parts), part = unit - i * parts;
@@ -172,6 +181,13 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_combine(const _
   __shared__ Shared sh;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, receiver = warp - int(a.receive_from);
   if (threadIdx.x < 32) sh.progress.done[lane] = 0;
+  Mine mine{};
+  u32 to = 0;   // where the first tokens went, asked for before anything else
+  if (receiver >= 0 and receiver < a.receivers) {
+    mine = receivers_part(a, receiver);
+    Range tokens = channel_tokens(a, mine.channel);
+    to = block_of_tokens(a, tokens.first, tokens.last, lane);
+  }
   if (warp == blockDim.x / 32 - 1) {
     bool stopped = given_up(a, Op::kCombine, 0, lane);
     if (lane == 0) sh.stopped = stopped;
@@ -197,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_combine(const _
     Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
     if (a.senders != 0 and warp <= a.senders) send(a, sh, stage, warp, lane);
     stage.at = stage_memory + a.receive_at + receiver * a.receive_stage;
-    if (receiver >= 0 and receiver < a.receivers and not receive(a, sh, stage, receiver, lane)) sh.stopped = true;
+    if (receiver >= 0 and receiver < a.receivers and not receive(a, sh, stage, mine, to, lane)) sh.stopped = true;
     __syncthreads();
   }
   if (sh.stopped and a.out != 0) fill_nan(a.out, a.tokens * 2 * a.hidden);

@@ -64,13 +64,12 @@ __device__ __forceinline__ u32 largest(u32 a, u32 b) {   // of two bf16 each, by
 }
 
 // 16 channels a lane and step, so that 8 lanes share a scale: scale = max(|x|, 1e-4) / 448, rounded up to a power of two
-// for UE8M0. The run lies in the stage; its scales gather behind it and leave together. Two steps hide each other's latency.
-__device__ __forceinline__ void send_cast(const Args& a, const Targets& t, const Offsets& f, const Stage& stage, Range run,
-                                          int lane) {
+// for UE8M0. The scales gather in shared memory and leave together. Two steps hide each other's latency.
+__device__ __forceinline__ void send_cast(const Args& a, const Targets& t, const Offsets& f, const unsigned char* input,
+                                          u32* words, Range run, int lane) {
   constexpr int kSteps = 2;
   bool ue8m0 = a.payload == i64(Payload::kFp8Ue8m0);
   int bytes = run.last - run.first;
-  u32* words = reinterpret_cast<u32*>(stage.at + bytes);
   for (int first = lane * 32; first - lane * 32 < bytes; first += 1024 * kSteps) {
     Vec in[kSteps][2], out[kSteps];
     float amax[kSteps], inverse[kSteps];
@@ -78,8 +77,8 @@ __device__ __forceinline__ void send_cast(const Args& a, const Targets& t, const
     for (int i = 0; i < kSteps; ++i) {
       in[i][0] = in[i][1] = Vec{};
       if (first + 1024 * i < bytes) {
-        in[i][0] = stage.get<Vec>(first + 1024 * i);
-        in[i][1] = stage.get<Vec>(first + 1024 * i + 16);
+        in[i][0] = *reinterpret_cast<const Vec*>(input + first + 1024 * i);
+        in[i][1] = *reinterpret_cast<const Vec*>(input + first + 1024 * i + 16);
       }
       u32 m = 0;
 #pragma unroll
@@ -215,7 +214,7 @@ __device__ __forceinline__ void publish(const Args& a, Shared& sh, Range mine, i
 // Start loading this warp's share of a unit, a part of a token.
 __device__ __forceinline__ void fetch(const Args& a, const Offsets& f, Stage& stage, Range mine, int unit, int lane) {
   int parts = int(a.send_parts), token = mine.first + quotient(unit, parts);
-  if (token >= mine.last) return;
+  if (token >= mine.last or not a.staged) return;
   Range run = input_run(a, f, unit - (token - mine.first) * parts);
   stage.load(input_row(a, f, token) + run.first, run.last - run.first, lane);
 }
@@ -237,9 +236,12 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Ra
       Targets t{own + i64(slot + __popc(to & below(i))) * f.bytes, __ballot_sync(kFullWarp, to >> i & 1)};
       if (part == 0) send_picks(a, t, f, sh.epoch, first + i, lane);
       Range run = input_run(a, f, part);
-      stage.await();
+      if (a.staged) stage.await();
       if (a.cast) {
-        send_cast(a, t, f, stage, run, lane);
+        u64 row = input_row(a, f, first + i) + run.first;
+        const int bytes = run.last - run.first;
+        send_cast(a, t, f, a.staged ? stage.at : reinterpret_cast<const unsigned char*>(row),
+                  reinterpret_cast<u32*>(stage.at + (a.staged ? bytes : 0)), run, lane);
       } else {
         if (t.set >> lane & 1) bulk_store(t.address + run.first, stage.at, run.last - run.first);
         bulk_commit();
@@ -253,10 +255,11 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Ra
   sh.progress.finish(warp, Progress::kAll, lane);
 }
 
-// Who sends how much: from the words that travel ahead of the records. One warp; the first block's leaves the plan.
-__device__ __forceinline__ bool make_plan(const Args& a, Shared& sh, int lane) {
+constexpr int kLaneChannels = int(kChannels) / 32;
+
+// The words that travel ahead of the records say who sends how much. First what each source calls; lane s for source s.
+__device__ __forceinline__ bool await_intents(const Args& a, Shared& sh, int lane) {
   const bool peer = lane < a.ranks, leaves = blockIdx.x == 0;
-  int* plan = reinterpret_cast<int*>(a.plan);
   bool ok = true;
   u64 proposal = ~u64(0);
   if (peer) {
@@ -273,40 +276,70 @@ __device__ __forceinline__ bool make_plan(const Args& a, Shared& sh, int lane) {
     proposal = signal_count(intent) >> kProposalBits;
     sh.channels[lane] = intent_channels(intent);
     sh.chunk[lane] = int(signal_count(chunk));
-    if (leaves) plan[plan_chunk(a.ranks, lane)] = sh.chunk[lane];
+    if (leaves) reinterpret_cast<int*>(a.plan)[plan_chunk(a.ranks, lane)] = sh.chunk[lane];
   }
-  ok = __all_sync(kFullWarp, ok);
-  __syncwarp();
-  int total = 0;
-  for (int source = 0; ok and source < a.ranks; ++source) {
-    if (lane == 0) sh.base[source] = total;
-    int channels = sh.channels[source];
-    for (int first = 0; first <= kChannels; first += 32) {
-      if (first >= channels and not leaves) break;
-      int channel = first + lane, count = 0;
-      if (channel < channels) {
-        u64 word = wait_word(a, Op::kDispatch, source, a.stream_count, plan_row(source, channel), sh.epoch, 0);
-        ok = word != 0;
-        count = int(signal_count(word));
-      }
-      int up_to = count;
-      for (int d = 1; d < 32; d *= 2) {
-        int left = __shfl_up_sync(kFullWarp, up_to, d);
-        if (lane >= d) up_to += left;
-      }
-      if (leaves and channel <= kChannels) plan[plan_row(source, channel)] = total + up_to - count;
-      total += __shfl_sync(kFullWarp, up_to, 31);
-      ok = __all_sync(kFullWarp, ok);
-    }
-  }
-  if (lane == 0) sh.base[a.ranks] = total;
-  __syncwarp();
   u64 first = __shfl_sync(kFullWarp, proposal, 0);
   bool same = __all_sync(kFullWarp, not peer or proposal == first);
-  if (ok and leaves and lane == 0) {
-    store_relaxed_sys(reinterpret_cast<u64*>(a.agreed), same ? first : 0);
-    if (a.host_rows != 0) store_relaxed_sys(reinterpret_cast<u64*>(a.host_rows), u64(total) + 1);
+  if (leaves and lane == 0) store_relaxed_sys(reinterpret_cast<u64*>(a.agreed), same ? first : 0);
+  ok = __all_sync(kFullWarp, ok);
+  __syncwarp();
+  return ok;
+}
+
+// Then one source's channels, four a lane: `row` gets the place of each among the source's. Returns the source's records,
+// negative on failure.
+__device__ __forceinline__ int await_counts(const Args& a, Shared& sh, int source, int (&row)[kLaneChannels], int lane) {
+  u64 word[kLaneChannels];
+  int sum = 0;
+  bool ok = true;
+#pragma unroll
+  for (int j = 0; j < kLaneChannels; ++j)
+    word[j] = load_relaxed_sys(own_word(a, a.stream_count, plan_row(source, lane * kLaneChannels + j)));
+#pragma unroll
+  for (int j = 0; j < kLaneChannels; ++j) {
+    int channel = lane * kLaneChannels + j;
+    row[j] = sum;
+    if (channel >= sh.channels[source]) continue;
+    if (not reached(word[j], sh.epoch, 0))
+      word[j] = wait_word(a, Op::kDispatch, source, a.stream_count, plan_row(source, channel), sh.epoch, 0);
+    ok = ok and word[j] != 0;
+    sum += int(signal_count(word[j]));
   }
+  int up_to = sum;
+  for (int d = 1; d < 32; d *= 2) {
+    int left = __shfl_up_sync(kFullWarp, up_to, d);
+    if (lane >= d) up_to += left;
+  }
+#pragma unroll
+  for (int j = 0; j < kLaneChannels; ++j) row[j] += up_to - sum;
+  int total = __shfl_sync(kFullWarp, up_to, 31);
+  return __all_sync(kFullWarp, ok) ? total : -1;
+}
+
+__device__ __forceinline__ void leave_plan(const Args& a, int source, int base, int total, const int (&row)[kLaneChannels], int lane) {
+  int* plan = reinterpret_cast<int*>(a.plan) + plan_row(source, 0);
+#pragma unroll
+  for (int j = 0; j < kLaneChannels; ++j) plan[lane * kLaneChannels + j] = base + row[j];
+  if (lane == 0) plan[kChannels] = base + total;
+}
+__device__ __forceinline__ void tell_host(const Args& a, int rows) {
+  if (a.host_rows != 0) store_relaxed_sys(reinterpret_cast<u64*>(a.host_rows), u64(rows) + 1);
+}
+
+// By one warp of every block while others send; the first block's leaves the plan.
+__device__ __forceinline__ bool make_plan(const Args& a, Shared& sh, int lane) {
+  bool ok = await_intents(a, sh, lane);
+  int base = 0, row[kLaneChannels];
+  for (int source = 0; ok and source < a.ranks; ++source) {
+    int total = await_counts(a, sh, source, row, lane);
+    ok = total >= 0;
+    if (lane == 0) sh.base[source] = base;
+    if (ok and blockIdx.x == 0) leave_plan(a, source, base, total, row, lane);
+    base += total;
+  }
+  if (lane == 0) sh.base[a.ranks] = base;
+  if (ok and blockIdx.x == 0 and lane == 0) tell_host(a, base);
+  __syncwarp();
   return ok;
 }
 
@@ -409,17 +442,19 @@ __device__ __forceinline__ void take_channel(const Args& a, Shared& sh, Stage& s
 __device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage, int warp, int lane) {
   const int warps = int(a.receivers), groups = min(int(a.ranks), warps);
   const int group = warp % groups, member = warp / groups, members = (warps - group + groups - 1) / groups;
-  if (a.planned) {
-    for (int source = group; source < a.ranks; source += groups)
-      for (int channel = blockIdx.x; channel < kChannels; channel += gridDim.x)
+  for (int source = group; source < a.ranks; source += groups) {
+    const int channels = a.planned ? int(kChannels) : sh.channels[source];
+    for (int channel = blockIdx.x; channel < channels; channel += gridDim.x) {
+      if (a.planned) {
         take_channel(a, sh, stage, source, channel, member, members, lane);
-    return true;
+      } else if (not receive_channel(a, sh, stage, source, channel, member, members, lane)) {
+        return false;
+      }
+    }
   }
-  for (int source = group; source < a.ranks; source += groups)
-    for (int channel = blockIdx.x; channel < sh.channels[source]; channel += gridDim.x)
-      if (not receive_channel(a, sh, stage, source, channel, member, members, lane)) return false;
   if (a.fill) {   // nobody knows the number of rows, so the ids behind the last one must say that there is nothing
-    i64 first = sh.base[a.ranks] * a.top_k, last = a.ranks * a.max_tokens * a.top_k;
+    int rows = a.planned ? reinterpret_cast<const int*>(a.plan)[plan_row(a.ranks - 1, kChannels)] : sh.base[a.ranks];
+    i64 first = i64(rows) * a.top_k, last = a.ranks * a.max_tokens * a.top_k;
     for (i64 i = first + (i64(blockIdx.x) * warps + warp) * 32 + lane; i < last; i += i64(gridDim.x) * warps * 32) {
       reinterpret_cast<int*>(a.out_ids)[i] = -1;
       reinterpret_cast<float*>(a.out_weights)[i] = 0.f;
@@ -476,28 +511,39 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_dispatch(const 
   }
 }
 
-// Returns once everything of the round has arrived: one block that waits for the peers, so that the kernel behind it can
-// place records on all multiprocessors and waits for nobody.
-extern "C" __global__ void __launch_bounds__(1024, 1) ep_await(const __grid_constant__ ep::Args a) {
+// Returns once everything of the round has arrived: one block that waits for the peers, a warp for each, so that the kernel
+// behind it can place records on all multiprocessors and waits for nobody.
+extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_await(const __grid_constant__ ep::Args a) {
   using namespace ep;
   __shared__ Shared sh;
-  const int lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) {
-    sh.epoch = load_relaxed_sys(&reinterpret_cast<LaneState*>(a.state)->epoch);
-    sh.stopped = failed(a);
-  }
-  __syncthreads();
-  if (threadIdx.x < 32 and not sh.stopped) {
-    bool ok = make_plan(a, sh, lane);
+  const int source = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) sh.epoch = load_relaxed_sys(&reinterpret_cast<LaneState*>(a.state)->epoch);
+  if (source == 0) {
+    __syncwarp();
+    bool ok = not given_up(a, Op::kDispatch, sh.epoch, lane) and await_intents(a, sh, lane);
     if (lane == 0) sh.stopped = not ok;
   }
   __syncthreads();
-  bool ok = not sh.stopped;
-  for (int pair = threadIdx.x; ok and pair < a.ranks * kChannels; pair += blockDim.x) {
-    int source = pair / int(kChannels), channel = pair % int(kChannels);
-    if (channel >= sh.channels[source]) continue;
-    u64 count = wait_word(a, Op::kDispatch, source, a.stream_count, plan_row(source, channel), sh.epoch, 0);
-    ok = count != 0 and wait_word(a, Op::kDispatch, source, a.stream_tail, pair, sh.epoch, signal_count(count)) != 0;
+  if (not sh.stopped) {
+    int row[kLaneChannels], total = await_counts(a, sh, source, row, lane);
+    if (lane == 0) sh.base[source] = total;
+    bool ok = __syncthreads_and(total >= 0);
+    int base = 0, all = 0;
+    for (int s = 0; s < a.ranks; ++s) {
+      if (s < source) base += sh.base[s];
+      all += sh.base[s];
+    }
+    if (ok) leave_plan(a, source, base, total, row, lane);
+    if (ok and threadIdx.x == 0) tell_host(a, all);
+#pragma unroll
+    for (int j = 0; ok and j < kLaneChannels; ++j) {
+      int channel = lane * kLaneChannels + j, next = j + 1 < kLaneChannels ? row[j + 1 < kLaneChannels ? j + 1 : j] : 0;
+      if (j + 1 == kLaneChannels) next = __shfl_down_sync(kFullWarp, row[0], 1);
+      if (j + 1 == kLaneChannels and lane == 31) next = total;
+      if (channel < sh.channels[source])
+        ok = wait_word(a, Op::kDispatch, source, a.stream_tail, source * kChannels + channel, sh.epoch, next - row[j]) != 0;
+      ok = __all_sync(kFullWarp, ok);
+    }
   }
   __syncthreads();
   allow_next();

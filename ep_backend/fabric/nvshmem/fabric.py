@@ -250,11 +250,12 @@ class NvshmemFabric:
         step, scales = (1024, layout.align_up(hidden // 32, 16)) if cast else (16, 0)
         record = layout.record(call.payload, hidden, self.shape.top_k).bytes
         if call.tokens > SMALL:
+            # Bulk copies of one multiprocessor reach about 50 GB/s, and the receivers need that: casts read rows themselves.
             parts = 2 if cast else 1
-            sent = _run(row, step, parts) + scales
+            sent = layout.align_up(scales, 128) if cast else _run(row, step, parts)
             senders = receivers = min(MOST_WARPS - 1, STAGE_BYTES // max(sent, record))
             if send and receive:  # side by side
-                senders = max(1, min(18 if cast else 7, (STAGE_BYTES - record) // sent))
+                senders = max(1, min(19 if cast else 6, (STAGE_BYTES - record) // sent))
                 receivers = min(MOST_WARPS - 1 - senders, (STAGE_BYTES - senders * sent) // record)
             roles = Roles(
                 senders=senders * send,
@@ -264,6 +265,7 @@ class NvshmemFabric:
                 receive_stage=record,
                 receive_at=senders * sent * send,
                 send_parts=parts,
+                staged=int(not cast),
             )
             return (Launch("dispatch", self._channels(call), MOST_WARPS, roles),)
         result = []
@@ -275,7 +277,7 @@ class NvshmemFabric:
             senders = max(1, min(parts * layout.ceil_div(call.tokens, blocks), most))
             result.append(Launch("dispatch", blocks, senders + 1, Roles(senders, send_stage=sent, send_parts=parts)))
         if receive:
-            result.append(Launch("await", 1, 8, Roles(), early=send))
+            result.append(Launch("await", 1, self.shape.ranks, Roles(), early=send))
             warps = min(4, STAGE_BYTES // record)
             roles = Roles(receivers=warps, receive_stage=record, planned=1)
             blocks = self._blocks(call, self._most_blocks, self._most_blocks)
@@ -293,7 +295,7 @@ class NvshmemFabric:
         shares = layout.ceil_div(row, _room(7168, added))
         summed = _run(row, 16, shares) * added
         if send and receive and not small:
-            senders = _coprime(11 if masked else 7, 1 if masked else ranks)
+            senders = 11 if masked else _coprime(min(2 * ranks - 1, 9), ranks)
             senders = min(senders, (STAGE_BYTES - summed) // sent)
             receivers = min(MOST_WARPS - 1 - senders, (STAGE_BYTES - senders * sent) // summed)
             roles = Roles(

@@ -6,7 +6,7 @@ import ctypes
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -30,7 +30,7 @@ CALL = (
     *("rows", "scales", "out_ids", "out_weights", "counts", "scale_stride", "fill", "host_rows"),
     *("plan", "target", "position", "pick_weight", "channels", "chunk", "y", "out"),
     *("senders", "receive_from", "receivers", "send_stage", "receive_stage", "receive_at"),
-    *("send_parts", "receive_parts", "receive_groups", "planned", "advance"),
+    *("send_parts", "receive_parts", "receive_groups", "staged", "planned", "advance"),
 )
 _call = struct.Struct(f"{len(CALL)}q")
 _call_at = 8 * (MAX_RANKS + len(LANE))
@@ -44,8 +44,7 @@ class Args:
         self.buffer = ctypes.create_string_buffer(ARGS_BYTES)
         heap = heap + [0] * (MAX_RANKS - len(heap))
         struct.pack_into(f"{MAX_RANKS + len(LANE)}q", self.buffer, 0, *heap, *(lane[name] for name in LANE))
-        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
-        self.address = ctypes.addressof(self._parameters)
+        self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
 
     def pack(self, call: tuple[int, ...], launch: Launch) -> None:
         """Values of CALL up to the launch's, who does what, and whether the round ends."""
@@ -64,6 +63,7 @@ class Roles(NamedTuple):
     send_parts: int = 1
     receive_parts: int = 1
     receive_groups: int = 1
+    staged: int = 1
     planned: int = 0
 
     @property
@@ -83,36 +83,53 @@ class Launch:
     ends: bool = False  # the lane's round
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: the value is a union of 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+_EARLY = _Attribute(6, 0, (ctypes.c_int * 16)(1))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
 class Kernel:
-    """One entry point of one image, ready to be launched (also in a capture)."""
+    """One entry point of one image, ready to be launched (also in a capture). Launched by ctypes: the bindings' conversion of
+    the configuration takes several times as long as the launch."""
 
     def __init__(self, image: str, name: str, device: torch.device) -> None:
-        self._driver = driver()
-        library = check(self._driver.cuLibraryLoadData(_find(image, device).read_bytes(), [], [], 0, [], [], 0))
-        kernel = check(self._driver.cuLibraryGetKernel(library, name.encode()))
-        self._function = check(self._driver.cuKernelGetFunction(kernel))
-        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        check(self._driver.cuFuncSetAttribute(self._function, attribute, STAGE_BYTES))
-        self._configs: dict[Launch, Any] = {}
+        api = driver()
+        library = check(api.cuLibraryLoadData(_find(image, device).read_bytes(), [], [], 0, [], [], 0))
+        function = check(api.cuKernelGetFunction(check(api.cuLibraryGetKernel(library, name.encode()))))
+        attribute = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(api.cuFuncSetAttribute(function, attribute, STAGE_BYTES))
+        self._function = ctypes.c_void_p(int(function))
+        self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+        self._configs: dict[Launch, _Config] = {}
 
     def launch(self, how: Launch, args: Args, stream: int) -> None:
         config = self._configs.get(how) or self._configs.setdefault(how, self._config(how))
-        config.hStream = stream
-        status = self._driver.cuLaunchKernelEx(config, self._function, args.address, 0)[0]
-        if int(status) != 0:
-            raise EpError(f"launch failed: {status.name}")
+        config.stream = stream
+        status = self._launch(ctypes.byref(config), self._function, args.parameters, None)
+        if status != 0:
+            raise EpError(f"launch of {how.kernel} failed with CUDA error {status}")
 
-    def _config(self, how: Launch) -> Any:
-        config = self._driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = how.blocks, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = 32 * how.warps, 1, 1
-        config.sharedMemBytes = how.roles.shared_bytes
-        if how.early:
-            attribute = self._driver.CUlaunchAttribute()
-            attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
-        return config
+    def _config(self, how: Launch) -> _Config:
+        one = ctypes.c_uint * 3
+        early = ctypes.pointer(_EARLY) if how.early else None
+        return _Config(one(how.blocks, 1, 1), one(32 * how.warps, 1, 1), how.roles.shared_bytes, None, early, how.early)
 
 
 def _find(image: str, device: torch.device) -> Path:
