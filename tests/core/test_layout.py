@@ -172,11 +172,10 @@ def test_regions_do_not_overlap(s: Shape) -> None:
     lengths |= dict.fromkeys(("rail_tail", "rail_total"), s.nodes * layout.RAIL_CHANNELS)
     lengths |= dict.fromkeys(("stream_tail", "stream_returned"), s.ranks * layout.CHANNELS)
     lengths["stream_count"] = s.ranks * (layout.CHANNELS + 1)
-    lengths |= {"stream_count": s.ranks * (layout.CHANNELS + 1)}
-    lengths |= dict.fromkeys(("stream_tail", "stream_returned"), s.ranks * layout.CHANNELS)
     by_node = ("rail_count", "rail_ring_tail", "rail_ring_head", "rail_back_tail", "rail_back_head")
     lengths |= dict.fromkeys(by_node, s.nodes)
     names = [f.name for f in fields(Words) if f.name != "bytes"]
+    assert lengths.keys() <= set(names)
     spans = sorted((getattr(w, n), getattr(w, n) + 8 * lengths.get(n, s.ranks)) for n in names)
     assert all(a[1] <= b[0] for a, b in pairwise(spans))
     assert spans[-1][1] <= w.bytes

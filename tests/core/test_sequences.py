@@ -82,10 +82,11 @@ SHAPES: list[tuple[int, dict[str, Any]]] = [
     ids=lambda v: "-".join(map(str, v.values())) if isinstance(v, dict) else str(v),
 )
 def test_three_hundred_random_steps(ranks: Any, size: int, arguments: dict[str, Any]) -> None:
-    found = ranks(size).run(sequence, size, STEPS, timeout=250, **arguments)
+    steps = STEPS if size <= 4 else STEPS // 2  # more processes than cores
+    found = ranks(size).run(sequence, size, steps, timeout=250, **arguments)
     assert all(done == found[0] for done in found)
-    assert set(found[0]) == set(modes("host")) and sum(found[0].values()) >= STEPS
-    assert min(found[0].values()) >= STEPS // 10, "every mode had its part"
+    assert set(found[0]) == set(modes("host")) and sum(found[0].values()) >= steps
+    assert min(found[0].values()) >= steps // 10, "every mode had its part"
 
 
 @pytest.mark.gpu
