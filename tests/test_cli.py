@@ -1,10 +1,14 @@
 """The command line starts quickly and imports nothing heavy."""
 
+import json
 import subprocess
 import sys
 import time
 
 import pytest
+
+from ep_backend.modes import Mode
+from ep_backend.policy import POLICY
 
 
 def test_importing_and_helping_need_no_torch() -> None:
@@ -34,6 +38,17 @@ def test_help_takes_at_most_350_ms_more_than_python() -> None:
     assert extra <= 0.350, f"{extra * 1000:.0f} ms"
 
 
-@pytest.mark.parametrize("command", ["checkpoint", "up", "down", "status", "ask", "demo"])
+@pytest.mark.parametrize("command", ["checkpoint", "up", "down", "status", "flip", "ask", "demo", "modes"])
 def test_every_command_has_help(command: str) -> None:
     subprocess.run([sys.executable, "-m", "ep_backend", command, "--help"], check=True, capture_output=True, timeout=60)
+
+
+def test_modes_prints_the_tables_that_the_code_uses() -> None:
+    def run(*options: str) -> str:
+        command = [sys.executable, "-m", "ep_backend", "modes", *options]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+    tables = json.loads(run("--json"))
+    assert list(tables["modes"]) == [mode.value for mode in Mode]
+    assert [row["mode"] for row in tables["policy"]] == [row.mode.value for row in POLICY]
+    assert all(mode.value in run() for mode in Mode)

@@ -38,7 +38,8 @@ def reachable(deployment: Deployment, role: RoleName) -> list[str]:
 
 
 def _action(change: classes.Change) -> Action:
-    if change.kind != "restart":
+    """No engine here captures its graphs anew while it runs, so that "drain" is a restart, too."""
+    if change.kind == "hot":
         return "flip"
     return "redeploy" if change.role is None else "restart"
 

@@ -14,11 +14,11 @@ import httpx
 from ep_backend.control.changes import changes, mode_of, reachable, with_mode
 from ep_backend.control.models import Applied, Change, DeploymentStatus, FlipResult, Pending, RoleStatus
 from ep_backend.control.ranks import RankFailed, Ranks
-from ep_backend.deployment.agents import RankStatus
+from ep_backend.deployment.agents import TIMEOUT_S, RankStatus
 from ep_backend.deployment.load import Loaded, load
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.schema import Deployment, ModeName, RoleName
-from ep_backend.deployment.state import InstanceState, RunState
+from ep_backend.deployment.state import RunState
 
 POLL_S = 0.05
 PROMPT = "a change of mode needs steps"
@@ -63,6 +63,7 @@ class Controller:
         self._restart = restart
         self._change = asyncio.Lock()
         self._pending: dict[RoleName, Pending] = {}
+        self._http = httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False)
         self.outcomes: Counter[tuple[RoleName, str]] = Counter()
 
     async def status(self) -> DeploymentStatus:
@@ -126,6 +127,15 @@ class Controller:
         return result
 
     async def _flip(self, role: RoleName, mode: ModeName, dry_run: bool) -> FlipResult:
+        try:
+            result = await self._try_flip(role, mode, dry_run)
+        except RankFailed:
+            self.outcomes[role, "failed"] += not dry_run
+            raise
+        self.outcomes[role, "applied"] += result.outcome == "applied"
+        return result
+
+    async def _try_flip(self, role: RoleName, mode: ModeName, dry_run: bool) -> FlipResult:
         ranks = self._ranks(role)
         statuses = await ranks.healthy()
         before = self._desired(role)
@@ -137,15 +147,11 @@ class Controller:
         used = {token for s in statuses for token in (s.flip.token, s.flip.agreed_token)}
         token = random.choice([token for token in range(1, 256) if token not in used])
         started = time.monotonic()
+        self._pending[role] = Pending(mode=mode, token=token)
         try:
-            self._pending[role] = Pending(mode=mode, token=token, seconds=0.0)
             agreed = await self._agree(ranks, token, mode)
-        except RankFailed:
-            self.outcomes[role, "failed"] += 1
-            raise
         finally:
             del self._pending[role]
-        self.outcomes[role, "applied"] += 1
         self.running = with_mode(self.running, role, mode)
         epoch = agreed[0].flip.agreed_epoch
         return result.model_copy(update={"outcome": "applied", "epoch": epoch, "seconds": round(time.monotonic() - started, 3)})
@@ -161,13 +167,13 @@ class Controller:
                 nudge.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await nudge
-        except RankFailed as failure:
+        except BaseException as failure:
             with contextlib.suppress(RankFailed):  # a rank that does not answer cannot agree either
                 await ranks.abandon(token)
             late = await ranks.statuses()
-            if all(_runs(status, token, mode) for status in late):
+            if isinstance(failure, RankFailed) and all(_runs(status, token, mode) for status in late):
                 return late
-            raise failure
+            raise
 
     async def _agreed(self, ranks: Ranks, token: int, mode: ModeName) -> list[RankStatus]:
         limit = self.running.control.flip_timeout_s
@@ -190,12 +196,12 @@ class Controller:
 
     async def _nudge(self, role: RoleName) -> None:
         """An idle instance makes no steps, so ask it for a few tokens; whether it answers is seen by its ranks."""
-        timeout = self.running.control.flip_timeout_s
-        body = {"model": self.running.model.served_name, "prompt": PROMPT, "max_tokens": STEPS, "temperature": 0}
-        async with httpx.AsyncClient(timeout=timeout, trust_env=False) as client:
-            for instance in self._instances(role):
+        body = {"model": self.running.model.served_name, "prompt": PROMPT, "max_tokens": STEPS, "ignore_eos": True}
+        for instance in self._state().of(role):
+            if instance.url:
                 with contextlib.suppress(httpx.HTTPError):
-                    await client.post(f"{instance.url}/v1/completions", json={**body, "ignore_eos": True})
+                    limit = self.running.control.flip_timeout_s
+                    await self._http.post(f"{instance.url}/v1/completions", json=body, timeout=limit)
 
     async def _role_status(self, role: RoleName) -> RoleStatus:
         statuses = await self._ranks(role).statuses()
@@ -231,12 +237,9 @@ class Controller:
     def _role_names(self) -> list[RoleName]:
         return [role for role, _ in self.running.roles.items()]
 
-    def _instances(self, role: RoleName) -> list[InstanceState]:
-        return [instance for instance in self._state().of(role) if instance.url]
-
     def _ranks(self, role: RoleName) -> Ranks:
         agents = [agent for instance in self._state().of(role) for agent in instance.agents]
-        return Ranks(role, agents, self.running.control.key)
+        return Ranks(role, agents, self.running.control.key, self._http)
 
 
 def _runs(status: RankStatus, token: int, mode: ModeName) -> bool:

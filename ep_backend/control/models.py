@@ -27,7 +27,6 @@ class Change(BaseModel):
 class Pending(BaseModel):
     mode: ModeName
     token: int
-    seconds: float
 
 
 class RoleStatus(BaseModel):

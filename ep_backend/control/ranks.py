@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from ep_backend.deployment.agents import TIMEOUT_S, RankStatus
+from ep_backend.deployment.agents import RankStatus
 from ep_backend.deployment.schema import RoleName
 
 
@@ -21,16 +21,15 @@ class RankFailed(Exception):
 class Ranks:
     """The agents of one role, in rank order."""
 
-    def __init__(self, role: RoleName, agents: Sequence[str], key: str | None, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, role: RoleName, agents: Sequence[str], key: str | None, http: httpx.AsyncClient) -> None:
         self.role = role
         self.agents = agents
+        self._http = http
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._timeout_s = timeout_s
 
     async def statuses(self) -> list[RankStatus]:
         """One answer a rank; of a rank without one, the reason."""
-        async with self._client() as client:
-            return list(await asyncio.gather(*(self._status(client, agent) for agent in self.agents)))
+        return list(await asyncio.gather(*map(self._status, self.agents)))
 
     async def healthy(self) -> list[RankStatus]:
         """The ranks' answers; RankFailed if there are none, or one is missing, failed, or of another instance."""
@@ -53,10 +52,8 @@ class Ranks:
         await self._post("/flip/abandon", {"token": token})
 
     async def _post(self, route: str, body: dict[str, Any]) -> None:
-        async with self._client() as client:
-            answers = await asyncio.gather(
-                *(client.post(f"{agent}{route}", json=body) for agent in self.agents), return_exceptions=True
-            )
+        asked = (self._http.post(f"{agent}{route}", json=body, headers=self._headers) for agent in self.agents)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
         faults, refused = [], False
         for rank, answer in enumerate(answers):
             if isinstance(answer, httpx.HTTPError):
@@ -69,16 +66,13 @@ class Ranks:
         if faults:
             raise RankFailed(faults, refused)
 
-    async def _status(self, client: httpx.AsyncClient, agent: str) -> RankStatus:
+    async def _status(self, agent: str) -> RankStatus:
         try:
-            response = await client.get(f"{agent}/status")
+            response = await self._http.get(f"{agent}/status", headers=self._headers)
             response.raise_for_status()
             return RankStatus.model_validate({**response.json(), "agent": agent})
         except (httpx.HTTPError, ValueError) as error:
             return RankStatus(agent=agent, role=self.role, error=_reason(error))
-
-    def _client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(headers=self._headers, timeout=self._timeout_s, trust_env=False)
 
     def _name(self, rank: int) -> str:
         return f"{self.role} rank {rank} ({self.agents[rank]})"

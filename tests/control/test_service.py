@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -168,3 +170,9 @@ def test_a_whole_file_flips_both_roles(ranks: Any, service: StartService, tmp_pa
     ]
     assert control.client.get("/v1/audit").json() == lines
     assert all(line["client"] == "127.0.0.1" for line in lines)
+
+
+def test_the_service_and_up_need_no_torch() -> None:
+    modules = "ep_backend.control.service, ep_backend.control.client, ep_backend.deployment.supervisor, ep_backend.agent"
+    program = f"import sys, {modules}; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
