@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ep_backend.cli import planning
+from ep_backend.cli import modes, planning
 
 app = typer.Typer(
     help="Expert-parallel all-to-all for vLLM and SGLang: deployments, checks and a demo that needs no GPU.",
@@ -19,6 +19,7 @@ File = Annotated[Path, typer.Argument(help="the deployment file", show_default=F
 
 
 planning.register(app)
+modes.register(app)
 
 
 def main() -> None:
