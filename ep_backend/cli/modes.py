@@ -28,13 +28,15 @@ def modes(as_json: Annotated[bool, typer.Option("--json", help="both tables as J
     from rich.table import Table
 
     console = Console()
-    table = Table("mode", "family", "layout", "records land in", "hops", "graph", "hook", "arrival", "credit", box=box.SIMPLE)
+    table = Table("mode", "family", "layout", "records in", "hops", "graph", "hook", box=box.SIMPLE)
+    words = Table("mode", "arrival", "credit", box=box.SIMPLE)
     for mode, spec in MODES.items():
         table.add_row(
             *(mode.value, spec.family.value, spec.layout.value, spec.placement.value, "2" if spec.two_hops else "1"),
-            *("yes" if spec.graph else "no", "yes" if spec.hook else "no", spec.arrival, spec.credit),
+            *("yes" if spec.graph else "no", "yes" if spec.hook else "no"),
         )
-    console.print(table)
+        words.add_row(mode.value, spec.arrival, spec.credit)
+    console.print(table, words)
     table = Table("family", "topology", "auto picks", "only if faster", "because", box=box.SIMPLE)
     for row in POLICY:
         faster = row.faster.value if row.faster else ""
