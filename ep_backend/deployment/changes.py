@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from ep_backend.deployment.resolve import group_of
 from ep_backend.deployment.schema import Deployment, Role, RoleName, modes_of
-from ep_backend.modes import MODES, Mode
 
 Kind = Literal["hot", "drain", "restart"]
 NO_GRAPHS = ("enforce-eager", "disable-cuda-graph")
@@ -86,13 +85,15 @@ def _change(old: Deployment, new: Deployment, place: tuple[str, ...], was: Any, 
 def _mode_change(deployment: Deployment, name: RoleName, role: Role, mode: str) -> tuple[Kind, str]:
     if mode not in reachable(deployment, name):
         return "restart", "the buffer was not made for it, or it gives the experts another layout"
-    if deployment.topology.device == "cuda" and not any(role.arg(flag) for flag in NO_GRAPHS) and _captures(role):
+    if _captures(deployment, name, role):
         return "drain", "captured graphs replay their mode: pause, drop them, capture again, resume"
     return "hot", "the buffer serves both, and all ranks change at the same dispatch"
 
 
-def _captures(role: Role) -> bool:
-    return role.ep.mode == "auto" or MODES[Mode(role.ep.mode)].graph
+def _captures(deployment: Deployment, name: RoleName, role: Role) -> bool:
+    """Do graphs hold the mode? Both engines run prefill's all-to-all outside graphs."""
+    decodes = name == "decode" or (name == "unified" and role.ep.mode in [m.value for m in modes_of("decode", "auto")])
+    return decodes and deployment.topology.device == "cuda" and not any(role.arg(flag) for flag in NO_GRAPHS)
 
 
 def _differences(

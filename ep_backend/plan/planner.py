@@ -171,7 +171,8 @@ def plan(deployment: Deployment) -> Plan:
 def estimates(deployment: Deployment, name: RoleName) -> dict[str, float]:
     """Seconds a layer of the decode modes, if `auto` has to choose between them; empty where the file says too little."""
     role = dict(deployment.roles.items())[name]
-    if deployment.topology.preset is None or role.ep.mode != "auto" or name != "decode":
+    machines = deployment.topology
+    if machines.preset is None or machines.device == "cpu" or role.ep.mode != "auto" or name != "decode":
         return {}
     try:
         modes = plan(deployment).roles[name].modes

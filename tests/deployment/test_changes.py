@@ -11,7 +11,9 @@ from ep_backend.deployment.changes import CLASSES, changes, reachable
 from ep_backend.deployment.load import read
 from ep_backend.deployment.schema import Deployment
 
-EP128 = read(Path(__file__).parents[2] / "deploy" / "deepseek-v3-h800-ep128.yaml")[0].deployment
+DEPLOY = Path(__file__).parents[2] / "deploy"
+EP128 = read(DEPLOY / "deepseek-v3-h800-ep128.yaml")[0].deployment
+UNIFIED = read(DEPLOY / "gpt-oss-120b-h200x4.yaml")[0].deployment
 
 
 def changed(*place_and_value: Any, base: Deployment = EP128) -> Deployment:
@@ -30,7 +32,13 @@ CASES = {
     "mode, captured": (EP128, ("roles", "decode", "ep", "mode", "low_latency"), "drain"),
     "mode, eager": (EAGER, ("roles", "decode", "ep", "mode", "low_latency"), "hot"),
     "mode on a CPU": (changed("topology", "device", "cpu"), ("roles", "decode", "ep", "mode", "hybrid"), "hot"),
-    "prefill within its buffer": (EAGER, ("roles", "prefill", "ep", "mode", "hybrid"), "drain"),
+    "prefill within its buffer": (EP128, ("roles", "prefill", "ep", "mode", "hybrid"), "hot"),
+    "unified in prefill's layout": (UNIFIED, ("roles", "unified", "ep", "mode", "normal"), "hot"),
+    "unified in decode's layout": (
+        changed("roles", "unified", "ep", "mode", "low_latency", base=UNIFIED),
+        ("roles", "unified", "ep", "mode", "hybrid"),
+        "drain",
+    ),
     "across families": (EP128, ("roles", "decode", "ep", "mode", "normal"), "restart"),
     "capacity": (EP128, ("roles", "decode", "ep", "max_tokens", 256), "restart"),
     "EP size": (EP128, ("roles", "decode", "data_parallel", 64), "restart"),
