@@ -128,26 +128,33 @@ __device__ __forceinline__ void send_cast(const Args& a, const Targets& t, const
   });
 }
 
-// Whatever is not payload, in one run of words: ids, weights, rows (the receiver's) and source.
-__device__ __forceinline__ void send_picks(const Args& a, const Targets& t, const Offsets& f, u64 epoch, i64 token, int lane) {
-  int top_k = int(a.top_k);
-  for (int first = 0; first < 3 * top_k + 1; first += 32) {
+// Whatever is not payload, in one run of words: ids, weights, rows (the receiver's) and source. Word w of a token.
+__device__ __forceinline__ u32 pick_word(const Args& a, i64 token, int w) {
+  const int top_k = int(a.top_k);
+  if (w < top_k) {
+    i64 id = raw_pick(a, token * top_k + w);
+    return is_expert(a, id) ? u32(id) : ~0u;
+  }
+  if (w < 2 * top_k) return reinterpret_cast<const u32*>(a.weights)[token * top_k + w - top_k];
+  return w == 3 * top_k ? u32(a.rank * a.max_tokens + token) : 0;
+}
+
+// `early` is the lane's first word, asked for long before.
+__device__ __forceinline__ void send_picks(const Args& a, const Targets& t, const Offsets& f, u64 epoch, i64 token, u32 early,
+                                           int lane) {
+  const int words = 3 * int(a.top_k) + 1;
+  for (int first = 0; first < words; first += 32) {
     int w = first + lane;
-    u32 word = 0;
-    if (w < top_k) {
-      i64 id = raw_pick(a, token * top_k + w);
-      if (id < -1 or id >= a.local_experts * a.ranks) report(a, Fault::kBadId, Op::kDispatch, epoch, int(a.rank), token, id);
-      word = is_expert(a, id) ? u32(id) : ~0u;
-    } else if (w < 2 * top_k) {
-      word = reinterpret_cast<const u32*>(a.weights)[token * top_k + w - top_k];
-    } else if (w == 3 * top_k) {
-      word = u32(a.rank * a.max_tokens + token);
-    }
-    __syncwarp();
+    u32 word = first == 0 ? early : pick_word(a, token, w);
     to_each(t, [&](u64 record) {
-      if (w <= 3 * top_k) reinterpret_cast<u32*>(record + f.ids)[w] = word;
+      if (w < words) reinterpret_cast<u32*>(record + f.ids)[w] = word;
     });
   }
+  if (lane < a.top_k and early == ~0u) {   // none, or out of range
+    i64 id = raw_pick(a, token * a.top_k + lane);
+    if (id != -1) report(a, Fault::kBadId, Op::kDispatch, epoch, int(a.rank), token, id);
+  }
+  __syncwarp();
   for (int first = 0; first < (a.cast ? 0 : f.words); first += 32) {
     int g = first + lane;
     u32 v = g < f.words ? reinterpret_cast<const u32*>(a.scales_in)[token * f.words + g] : 0;
@@ -219,6 +226,8 @@ __device__ __forceinline__ void fetch(const Args& a, const Offsets& f, Stage& st
   stage.load(input_row(a, f, token) + run.first, run.last - run.first, lane);
 }
 
+// kAhead: the words beside the payload are asked for ahead of it, which takes registers.
+template <bool kAhead>
 __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Range mine, int warp, int lane) {
   const Offsets& f = sh.f;
   int workers = int(a.senders), parts = int(a.send_parts);
@@ -234,7 +243,7 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Ra
       int i = quotient(unit, parts), part = unit - i * parts;
       i -= first - mine.first;
       Targets t{own + i64(slot + __popc(to & below(i))) * f.bytes, __ballot_sync(kFullWarp, to >> i & 1)};
-      if (part == 0) send_picks(a, t, f, sh.epoch, first + i, lane);
+      u32 early = kAhead and part == 0 ? pick_word(a, first + i, lane) : 0;
       Range run = input_run(a, f, part);
       if (a.staged) stage.await();
       if (a.cast) {
@@ -247,6 +256,8 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Ra
         bulk_commit();
         bulk_await_stored();
       }
+      if (not kAhead and part == 0) early = pick_word(a, first + i, lane);
+      if (part == 0) send_picks(a, t, f, sh.epoch, first + i, early, lane);
       fetch(a, f, stage, mine, unit + workers, lane);
       sh.progress.finish(warp, ++done, lane);
     }
@@ -439,13 +450,14 @@ __device__ __forceinline__ void take_channel(const Args& a, Shared& sh, Stage& s
   for (int k = member; k < count; k += members) take(a, sh, stage, source, slot + k, row + k, lane);
 }
 
+template <bool kPlanned>
 __device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage, int warp, int lane) {
   const int warps = int(a.receivers), groups = min(int(a.ranks), warps);
   const int group = warp % groups, member = warp / groups, members = (warps - group + groups - 1) / groups;
   for (int source = group; source < a.ranks; source += groups) {
-    const int channels = a.planned ? int(kChannels) : sh.channels[source];
+    const int channels = kPlanned ? int(kChannels) : sh.channels[source];
     for (int channel = blockIdx.x; channel < channels; channel += gridDim.x) {
-      if (a.planned) {
+      if (kPlanned) {
         take_channel(a, sh, stage, source, channel, member, members, lane);
       } else if (not receive_channel(a, sh, stage, source, channel, member, members, lane)) {
         return false;
@@ -453,7 +465,7 @@ __device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage,
     }
   }
   if (a.fill) {   // nobody knows the number of rows, so the ids behind the last one must say that there is nothing
-    int rows = a.planned ? reinterpret_cast<const int*>(a.plan)[plan_row(a.ranks - 1, kChannels)] : sh.base[a.ranks];
+    int rows = kPlanned ? reinterpret_cast<const int*>(a.plan)[plan_row(a.ranks - 1, kChannels)] : sh.base[a.ranks];
     i64 first = i64(rows) * a.top_k, last = a.ranks * a.max_tokens * a.top_k;
     for (i64 i = first + (i64(blockIdx.x) * warps + warp) * 32 + lane; i < last; i += i64(gridDim.x) * warps * 32) {
       reinterpret_cast<int*>(a.out_ids)[i] = -1;
@@ -463,15 +475,17 @@ __device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage,
   return true;
 }
 
-}  // namespace ep
+// Which phases a kernel has is known when it is compiled: short kernels spend much of their time fetching instructions.
+enum class Phase { kSend, kPlace, kAny };
 
-extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_dispatch(const __grid_constant__ ep::Args a) {
-  using namespace ep;
+template <Phase kPhase>
+__device__ __forceinline__ void run(const Args& a) {
   __shared__ Shared sh;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, planner = blockDim.x / 32 - 1;
-  const bool sends = a.senders != 0, receives = a.receivers != 0;
+  const bool sends = kPhase == Phase::kSend or (kPhase == Phase::kAny and a.senders != 0);
+  const bool receives = kPhase == Phase::kPlace or (kPhase == Phase::kAny and a.receivers != 0);
   if (threadIdx.x < 32) sh.progress.done[lane] = 0;
-  if (a.planned) await_previous();   // ep_await
+  if (kPhase == Phase::kPlace) await_previous();   // ep_await
   if (warp == planner) {
     bool stopped = given_up(a, Op::kDispatch, 0, lane);
     if (lane == 0) sh.stopped = stopped;
@@ -491,16 +505,16 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_dispatch(const 
     if (sends) {
       if (warp < a.senders) fetch(a, sh.f, stage, mine, warp, lane);
       if (blockIdx.x == 0 and warp == a.senders) announce(a, sh, lane);
-      if (warp <= a.senders) send(a, sh, stage, mine, warp, lane);
+      if (warp <= a.senders) send<kPhase == Phase::kSend>(a, sh, stage, mine, warp, lane);
     }
     if (receives) {
       const int receiver = warp - int(a.receive_from);
-      const bool mine_too = receiver >= 0 and receiver < a.receivers, plans = warp == planner and not a.planned;
+      const bool takes = receiver >= 0 and receiver < a.receivers, plans = kPhase == Phase::kAny and warp == planner;
       bool ok = not plans or make_plan(a, sh, lane);
-      if (not a.planned and (mine_too or plans))
+      if (kPhase == Phase::kAny and (takes or plans))
         ok = barrier_and(kReceiveBarrier, 32 * (int(a.receivers) + (planner - a.receive_from >= a.receivers)), ok);
       stage.at = stage_memory + a.receive_at + receiver * a.receive_stage;
-      if (mine_too) ok = ok and receive(a, sh, stage, receiver, lane);
+      if (takes) ok = ok and receive<kPhase == Phase::kPlace>(a, sh, stage, receiver, lane);
       if (not ok) sh.stopped = true;
     }
     __syncthreads();
@@ -509,6 +523,18 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_dispatch(const 
     i64 rows = (a.masked ? a.local_experts : 1) * a.ranks * a.max_tokens;
     fill_nan(a.rows, rows * sh.f.row);
   }
+}
+
+}  // namespace ep
+
+extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_dispatch(const __grid_constant__ ep::Args a) {
+  ep::run<ep::Phase::kAny>(a);
+}
+extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_send(const __grid_constant__ ep::Args a) {
+  ep::run<ep::Phase::kSend>(a);
+}
+extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_place(const __grid_constant__ ep::Args a) {
+  ep::run<ep::Phase::kPlace>(a);
 }
 
 // Returns once everything of the round has arrived: one block that waits for the peers, a warp for each, so that the kernel

@@ -71,7 +71,9 @@ class NvshmemFabric:
         self.world = world.join(meeting, self.device, self.allocated_bytes)
         self._kernels = {
             "dispatch": Kernel("dispatch", "ep_dispatch", self.device),
+            "send": Kernel("dispatch", "ep_send", self.device),
             "await": Kernel("dispatch", "ep_await", self.device),
+            "place": Kernel("dispatch", "ep_place", self.device),
             "combine": Kernel("combine", "ep_combine", self.device),
         }
         # Kernels that wait for peers get so few blocks that those of all lanes are resident together, in any order.
@@ -251,7 +253,7 @@ class NvshmemFabric:
         record = layout.record(call.payload, hidden, self.shape.top_k).bytes
         if call.tokens > SMALL:
             # Bulk copies of one multiprocessor reach about 50 GB/s, and the receivers need that: casts read rows themselves.
-            parts = 2 if cast else 1
+            parts = 1
             sent = layout.align_up(scales, 128) if cast else _run(row, step, parts)
             senders = receivers = min(MOST_WARPS - 1, STAGE_BYTES // max(sent, record))
             if send and receive:  # side by side
@@ -275,13 +277,13 @@ class NvshmemFabric:
             sent = _run(row, step, parts) + scales
             most = min(16, STAGE_BYTES // sent)
             senders = max(1, min(parts * layout.ceil_div(call.tokens, blocks), most))
-            result.append(Launch("dispatch", blocks, senders + 1, Roles(senders, send_stage=sent, send_parts=parts)))
+            result.append(Launch("send", blocks, senders + 1, Roles(senders, send_stage=sent, send_parts=parts)))
         if receive:
             result.append(Launch("await", 1, self.shape.ranks, Roles(), early=send))
             warps = min(4, STAGE_BYTES // record)
-            roles = Roles(receivers=warps, receive_stage=record, planned=1)
+            roles = Roles(receivers=warps, receive_stage=record)
             blocks = self._blocks(call, self._most_blocks, self._most_blocks)
-            result.append(Launch("dispatch", blocks, warps, roles, early=True))
+            result.append(Launch("place", blocks, warps, roles, early=True))
         return tuple(result)
 
     def _combine_launches(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:

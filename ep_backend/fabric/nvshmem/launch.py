@@ -30,7 +30,7 @@ CALL = (
     *("rows", "scales", "out_ids", "out_weights", "counts", "scale_stride", "fill", "host_rows"),
     *("plan", "target", "position", "pick_weight", "channels", "chunk", "y", "out"),
     *("senders", "receive_from", "receivers", "send_stage", "receive_stage", "receive_at"),
-    *("send_parts", "receive_parts", "receive_groups", "staged", "planned", "advance"),
+    *("send_parts", "receive_parts", "receive_groups", "staged", "advance"),
 )
 _call = struct.Struct(f"{len(CALL)}q")
 _call_at = 8 * (MAX_RANKS + len(LANE))
@@ -64,7 +64,6 @@ class Roles(NamedTuple):
     receive_parts: int = 1
     receive_groups: int = 1
     staged: int = 1
-    planned: int = 0
 
     @property
     def shared_bytes(self) -> int:

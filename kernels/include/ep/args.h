@@ -57,7 +57,6 @@ struct Args {
   i64 send_parts, receive_parts;          // warps that share a row
   i64 receive_groups;                     // combine: channels that a block sums at a time
   i64 staged;                             // dispatch: rows come through shared memory, not straight from their tensor
-  i64 planned;                            // dispatch: ep_await has seen everything arrive and filled `plan`
   i64 advance;                            // combine: the lane's epoch ends with this launch
 };
 
