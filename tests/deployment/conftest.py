@@ -52,7 +52,7 @@ class Workplace:
 
     def run(self, *arguments: str, **env: str) -> tuple[int, str]:
         child = self.start(*arguments, **env)
-        output, _ = child.communicate(timeout=60)
+        output, _ = child.communicate(timeout=120)
         return child.returncode, output
 
     def state(self) -> dict[str, object]:
