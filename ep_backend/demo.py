@@ -18,9 +18,11 @@ from rich.table import Table
 from ruamel.yaml import YAML
 
 from ep_backend.checkpoint import write_checkpoint
+from ep_backend.control.client import ControlClient, ControlFailed
 from ep_backend.deployment.agents import ModeCounters, RankStatus, all_statuses
 from ep_backend.deployment.client import complete
 from ep_backend.deployment.commands import down, up_detached
+from ep_backend.deployment.load import load
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.processes import free_ports
 from ep_backend.deployment.state import RunState
@@ -63,10 +65,16 @@ def run_demo(break_combine: bool) -> bool:
     )
     rounds = []
     try:
-        for prefill, decode in ROUNDS[:1] if break_combine else ROUNDS:
+        with _taken_down():
+            (prefill, decode), *later = ROUNDS[:1] if break_combine else ROUNDS
             file = write_deployment(folder, checkpoint, prefill, decode, break_combine)
-            rounds.append(_run_round(console, file, prompts, prefill, decode))
-    except DeploymentError as error:
+            _say(console, f"up {file}: prefill {prefill}, decode {decode}, two ranks each")
+            state = up_detached(file, console)
+            rounds.append(_run_round(console, state, prompts, prefill, decode))
+            for prefill, decode in later:
+                _flip(console, state, file, prefill, decode)
+                rounds.append(_run_round(console, state, prompts, prefill, decode))
+    except (DeploymentError, ControlFailed) as error:
         _say(console, f"failed: {error}")
         return False
     console.print(_tokens_table(prompts, reference.tokens, rounds))
@@ -104,23 +112,33 @@ def write_deployment(folder: Path, checkpoint: Path, prefill: str, decode: str, 
     return file
 
 
-def _run_round(console: Console, file: Path, prompts: list[str], prefill: str, decode: str) -> Round:
-    _say(console, f"up {file}: prefill {prefill}, decode {decode}, two ranks each")
-    with _taken_down():
-        state = up_detached(file, console)
-        before = all_statuses(state)
-        started = time.monotonic()
-        with _bar(console, f"{AT_ONCE} prompts at once through {state.url}", len(prompts)) as advance:
+def _flip(console: Console, state: RunState, file: Path, prefill: str, decode: str) -> None:
+    """Edits the file and applies it to what runs. Raises ControlFailed if a rank does not follow."""
+    yaml = YAML(typ="safe")
+    document = yaml.load(file)
+    for role, mode in (("prefill", prefill), ("decode", decode)):
+        document["roles"][role]["ep"]["mode"] = mode
+    yaml.dump(document, file)
+    with ControlClient(state) as control:
+        applied = control.apply(load(file).deployment, file.read_text(), dry_run=False, restart=False)
+    for flip in applied.flips:
+        _say(console, f"flip: {flip.role} {flip.before} -> {flip.mode} on {flip.ranks} ranks after epoch {flip.epoch}")
 
-            def answer(prompt: str) -> list[int]:
-                tokens = _answer(console, state, prompt)
-                advance()
-                return tokens
 
-            with ThreadPoolExecutor(AT_ONCE) as pool:
-                answers = list(pool.map(answer, prompts))
-        seconds = time.monotonic() - started
-        after = all_statuses(state)
+def _run_round(console: Console, state: RunState, prompts: list[str], prefill: str, decode: str) -> Round:
+    before = all_statuses(state)
+    started = time.monotonic()
+    with _bar(console, f"{AT_ONCE} prompts at once through {state.url}", len(prompts)) as advance:
+
+        def answer(prompt: str) -> list[int]:
+            tokens = _answer(console, state, prompt)
+            advance()
+            return tokens
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            answers = list(pool.map(answer, prompts))
+    seconds = time.monotonic() - started
+    after = all_statuses(state)
     deltas, silent = deltas_of(before, after, {"prefill": prefill, "decode": decode})
     return Round(prefill, decode, answers, seconds, deltas, silent)
 
