@@ -17,14 +17,14 @@ LISTEN = "import socket, sys; s = socket.create_server((sys.argv[1], 4321)); pri
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 4321), timeout=3)"
 
 
-def can_make_them() -> bool:
+def can_make_namespaces() -> bool:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return False
     made = subprocess.run(["ip", "netns", "add", "epb-probe"], capture_output=True).returncode == 0
     return made and subprocess.run(["ip", "netns", "del", "epb-probe"], capture_output=True).returncode == 0
 
 
-@pytest.mark.skipif(not can_make_them(), reason="network namespaces take root, `ip`, and a kernel that allows them")
+@pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces take root, `ip`, and a kernel that allows them")
 @pytest.mark.parametrize("connects_from", ["epb-test-1", None])
 def test_launches_reach_each_other_by_address_only(connects_from: str | None) -> None:
     spaces = {f"epb-test-{node}": address(200, node) for node in range(2)}
