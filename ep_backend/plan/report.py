@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ep_backend.plan.model import GIB
-from ep_backend.plan.planner import MemoryPlan, ModePlan, Plan, RolePlan
+from ep_backend.plan.result import MemoryPlan, ModePlan, Plan, RolePlan
 
 
 def print_plan(plan: Plan, console: Console) -> None:

@@ -17,7 +17,8 @@ from ep_backend.modes import Mode
 from ep_backend.plan.calibration import OPS, calibrations
 from ep_backend.plan.memory import memory
 from ep_backend.plan.model import GIB, model_shape
-from ep_backend.plan.planner import Plan, plan
+from ep_backend.plan.planner import plan
+from ep_backend.plan.result import Plan
 from ep_backend.policy import Forward, Role, Situation, decide
 from ep_backend.settings import Settings
 
