@@ -2,12 +2,14 @@
 
 import contextlib
 import subprocess
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
 
 BRIDGE = "epb0"
 DEVICE = "eth0"  # in each namespace
 NETWORK, HERE = "10.213.{role}.{node}", "10.213.255.254"
 PREFIX = 16
+REMOVAL_S = 3.0
 
 
 def address(role: int, node: int) -> str:
@@ -23,6 +25,7 @@ def inside(namespace: str, command: list[str]) -> list[str]:
 @contextlib.contextmanager
 def namespaces(addresses: Mapping[str, str]) -> Iterator[None]:
     """Make these namespaces with these addresses, and take them down at the end. OSError says which step failed."""
+    _remove_leftovers(addresses)
     with contextlib.ExitStack() as stack:
         _ip("link", "add", BRIDGE, "type", "bridge")
         stack.callback(_ip, "link", "del", BRIDGE)
@@ -42,7 +45,21 @@ def namespaces(addresses: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
-def _ip(*arguments: str) -> None:
+def _remove_leftovers(names: Collection[str]) -> None:
+    """What a killed `up` left: these namespaces, and the bridge unless another deployment is on it."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            _ip("netns", "del", name)
+    deadline = time.monotonic() + REMOVAL_S
+    with contextlib.suppress(OSError):
+        while _ip("link", "show", "master", BRIDGE) and time.monotonic() < deadline:
+            time.sleep(0.05)  # a link goes a moment after its namespace
+        if not _ip("link", "show", "master", BRIDGE):
+            _ip("link", "del", BRIDGE)
+
+
+def _ip(*arguments: str) -> str:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=30)
     if done.returncode:
         raise OSError(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}")
+    return done.stdout

@@ -41,10 +41,23 @@ def test_launches_reach_each_other_by_address_only(connects_from: str | None) ->
             assert connect("127.0.0.1") != 0
             assert connect(address(200, 0)) == 0
             listener.wait(10)
-        with pytest.raises(OSError, match="`ip link add epb0 type bridge` failed"), namespaces(spaces):
+        other = {"epb-other-0": address(201, 0)}
+        with pytest.raises(OSError, match="`ip link add epb0 type bridge` failed"), namespaces(other):
             pass
     assert "epb-test" not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     assert BRIDGE not in subprocess.run(["ip", "link"], capture_output=True, text=True).stdout
+
+
+@pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces take root, `ip`, and a kernel that allows them")
+def test_what_a_killed_process_left_is_no_obstacle() -> None:
+    spaces = {f"epb-test-{node}": address(200, node) for node in range(2)}
+    arguments = "from ep_backend.deployment.namespaces import namespaces; import os"
+    program = f"{arguments}\nwith namespaces({spaces}): os._exit(0)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert "epb-test-0" in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    with namespaces(spaces):
+        pass
+    assert "epb-test" not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
 
 
 def test_what_they_need_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
