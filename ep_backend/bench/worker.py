@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_backend.bench.cases import SUITES, Case, Inputs, draw, expected
+from ep_backend.bench.cases import Inputs, draw, expected
+from ep_backend.bench.suites import SUITES, Case
 from ep_backend.buffer import EpBuffer
 
 LEAD_NS = 3_000_000  # the device sleeps while the host queues a batch of rounds
@@ -45,7 +47,8 @@ class Workload:
     def __init__(self, me: Rank, case: Case, buffer: EpBuffer) -> None:
         self.me, self.case, self.buffer = me, case, buffer
         self.inputs: Inputs = draw(case, me.size)
-        self.x, self.ids, self.weights = (t[me.rank].to(me.device) for t in (self.inputs.x, self.inputs.ids, self.inputs.weights))
+        everyones = self.inputs.x, self.inputs.ids, self.inputs.weights
+        self.x, self.ids, self.weights = (t[me.rank].to(me.device) for t in everyones)
         self.out = torch.empty_like(self.x)
         self.got: Any = None
         self.y: Any = None
@@ -78,7 +81,8 @@ class Workload:
             factor = (1.0 + (local + first).float() / c.experts)[:, None, None]
         else:
             live = got.topk_ids >= 0
-            factor = torch.where(live, (1.0 + (got.topk_ids + first).float() / c.experts) * got.topk_weights, 0.0).sum(1)[:, None]
+            each = (1.0 + (got.topk_ids + first).float() / c.experts) * got.topk_weights
+            factor = torch.where(live, each, 0.0).sum(1)[:, None]
         answer = (rows * factor).nan_to_num(0.0).to(torch.bfloat16)
         if self.y is None or self.y.shape != answer.shape:
             self.y = answer
@@ -131,9 +135,9 @@ def rounds(me: Rank, w: Workload, count: int) -> tuple[list[float], list[float]]
         me.align()
         marks = []
         if w.case.graph:
-            torch.cuda._sleep(int(LEAD_NS * 1.9))
+            torch.cuda._sleep(int(LEAD_NS * 1.9))  # type: ignore[no-untyped-call]
         for _ in range(BATCH + 1):
-            e = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            e = [_event() for _ in range(3)]
             e[0].record()
             steps[0]()
             e[1].record()
@@ -183,13 +187,17 @@ def ceiling(me: Rank, buffer: EpBuffer) -> float | None:
     source = torch.empty(half, dtype=torch.uint8, device=me.device)
     stream = torch.cuda.current_stream().cuda_stream
     me.align()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(9)]
+    marks = [_event() for _ in range(9)]
     for e in marks:
         e.record()
         check(driver().cuMemcpyAsync(target, source.data_ptr(), half, stream))
     me.align()
-    best = min(a.elapsed_time(b) for a, b in zip(marks[1:], marks[2:], strict=False))
-    return half / best / 1e6
+    best = min(a.elapsed_time(b) for a, b in itertools.pairwise(marks[1:]))
+    return float(half / best / 1e6)
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def percentile(values: list[float], q: float) -> float:
@@ -206,9 +214,10 @@ def measure(me: Rank, case: Case, buffer: EpBuffer, count: int) -> dict[str, Any
     if me.rank != 0:
         return None
     line: dict[str, Any] = {**case.as_dict(), "ranks": me.size, "input_hash": w.inputs.hash(), "rounds": len(times[0])}
-    for i, (op, key) in enumerate((("dispatch", "bytes"), ("combine", "combine_bytes"))):
+    keys = (("dispatch", "dispatches", "bytes"), ("combine", "combines", "combine_bytes"))
+    for i, (op, calls_key, key) in enumerate(keys):
         slowest = [max(r[i][n] for r in everyone) for n in range(len(times[0]))]
-        calls = after[op + "es" if op == "dispatch" else op + "s"] - (before[op + "es" if op == "dispatch" else op + "s"] if before else 0)
+        calls = after[calls_key] - (before[calls_key] if before else 0)
         moved = {p: (after[key][p] - (before[key][p] if before else 0)) / max(calls, 1) for p in after[key]}
         p50 = statistics.median(slowest)
         remote, logical = moved["scale_up"] + moved["scale_out"], sum(moved.values())

@@ -300,9 +300,7 @@ class NvshmemFabric:
             senders = 11 if masked else _coprime(min(2 * ranks - 1, 9), ranks)
             senders = min(senders, (STAGE_BYTES - summed) // sent)
             receivers = min(MOST_WARPS - 1 - senders, (STAGE_BYTES - senders * sent) // summed)
-            roles = Roles(
-                senders, senders + 1, receivers, sent, summed, senders * sent, send_parts=parts, receive_parts=shares
-            )
+            roles = Roles(senders, senders + 1, receivers, sent, summed, senders * sent, send_parts=parts, receive_parts=shares)
             return (Launch("combine", waiting, MOST_WARPS, roles, ends=True),)
         result = []
         if send:
@@ -386,7 +384,7 @@ class NvshmemFabric:
             return EpFailed(f"rank {self.rank}: rank {peer} gave up before {where}")
         return EpError(
             f"rank {self.rank}, {where}: token {expected} has topk id {seen}; ids lie in 0..{self.shape.experts - 1}, "
-            "or -1 for no expert (it was taken as none)"
+            "or -1 for no expert"
         )
 
     def transports(self) -> dict[str, list[int]]:

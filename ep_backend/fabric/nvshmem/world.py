@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,15 +103,25 @@ class Heap:
         meeting.exchange("nvshmem/cleared", True)
 
     def close(self, seconds: float) -> None:
-        """Collective, so that only a complete group frees; else the memory stays until the process ends."""
+        """Freeing is collective and waits without bound, so that only a group that is complete, and knows it, does it; else
+        the memory stays until the process ends."""
         if not self.base:
             return
         base, self.base = self.base, 0
-        missing = self._meeting.rendezvous("nvshmem/destroy", seconds)
-        if missing:
-            log.warning("rank %s did not come to destroy(); %d bytes stay until exit", ", ".join(map(str, missing)), self.size)
-            return
-        self._nvshmem.free(base)
+        device = torch.cuda.current_device()
+
+        def free() -> None:
+            torch.cuda.set_device(device)
+            self._nvshmem.free(base)
+
+        missing = self._meeting.rendezvous("nvshmem/here", seconds) or self._meeting.rendezvous("nvshmem/all", seconds)
+        freeing = threading.Thread(target=free, daemon=True)
+        if not missing:
+            freeing.start()
+            freeing.join(seconds)
+        if missing or freeing.is_alive():
+            who = ", ".join(map(str, missing)) or "(unknown)"
+            log.warning("rank %s did not come to destroy(); %d bytes stay until the process ends", who, self.size)
 
 
 def fill(address: int, value: int, count: int) -> None:

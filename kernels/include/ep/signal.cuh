@@ -27,12 +27,10 @@ __device__ __forceinline__ void fence_release() {
   fence_sys();
 }
 
-// Keep the first error only; a fatal one makes this kernel stop waiting and later ones exit at once.
+// Keep the first error, make this kernel stop waiting and later ones exit at once, and tell every peer.
 __device__ __noinline__ void report(const Args& a, Fault fault, Op op, u64 epoch, int peer, u64 expected, u64 seen) {
   u64* r = reinterpret_cast<u64*>(a.report);
-  u64* failed = &reinterpret_cast<Control*>(a.control)->failed;
-  bool first = fault == Fault::kBadId ? load_relaxed_sys(r) == 0 : atomicCAS(failed, u64(0), u64(1)) == 0;
-  if (not first) return;
+  if (atomicCAS(&reinterpret_cast<Control*>(a.control)->failed, u64(0), u64(1)) != 0) return;
   r[int(Report::kOp)] = u64(op);
   r[int(Report::kMode)] = a.mode;
   r[int(Report::kLane)] = a.lane;
@@ -42,6 +40,7 @@ __device__ __noinline__ void report(const Args& a, Fault fault, Op op, u64 epoch
   r[int(Report::kSeen)] = seen;
   fence_sys();
   store_relaxed_sys(r, u64(fault));   // the kind last: the host reads the rest only behind it
+  for (int p = 0; p < a.ranks; ++p) store_relaxed_sys(heap_word(a, p, 0, a.rank), 1);   // abort words lie at the heap's start
 }
 __device__ __forceinline__ bool failed(const Args& a) {
   return load_relaxed_sys(&reinterpret_cast<const Control*>(a.control)->failed) != 0;
@@ -49,7 +48,7 @@ __device__ __forceinline__ bool failed(const Args& a) {
 
 // Whether this rank or a peer has given up. By one whole warp.
 __device__ __forceinline__ bool given_up(const Args& a, Op op, u64 epoch, int lane) {
-  bool aborted = lane < a.ranks and load_relaxed_sys(own_word(a, 0, lane)) != 0;   // abort words lie at the heap's start
+  bool aborted = lane < a.ranks and load_relaxed_sys(own_word(a, 0, lane)) != 0;
   u32 who = __ballot_sync(kFullWarp, aborted);
   if (who != 0 and lane == 0) report(a, Fault::kAbort, op, epoch, __ffs(who) - 1, 0, 0);
   return who != 0 or failed(a);

@@ -1,0 +1,37 @@
+"""The kernels' argument struct and its Python mirror name the same fields in the same order."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ep_backend.fabric.nvshmem import launch
+
+HEADER = Path(__file__).resolve().parents[2] / "kernels" / "include" / "ep" / "args.h"
+
+
+def struct_fields(text: str) -> list[str]:
+    body = re.search(r"struct Args \{(.*?)\n\};", text, re.S)
+    assert body is not None
+    code = re.sub(r"//[^\n]*", "", body.group(1))
+    names = []
+    for kind, declared in re.findall(r"\b(i64|u64) ([^;]+);", code):
+        assert kind in ("i64", "u64")
+        names += [n.strip() for n in declared.split(",")]
+    return names
+
+
+def test_args_are_mirrored() -> None:
+    names = struct_fields(HEADER.read_text())
+    assert names[0] == "heap[kMaxRanks]"
+    assert names[1:] == [*launch.LANE, *launch.CALL]
+
+
+def test_limits_are_mirrored() -> None:
+    text = HEADER.read_text()
+    assert f"kMaxRanks = {launch.MAX_RANKS};" in text
+    assert f"kThreads = {32 * launch.MOST_WARPS};" in text
+
+
+def test_roles_are_the_end_of_the_struct() -> None:
+    assert launch.CALL[-len(launch.Roles._fields) - 1 : -1] == launch.Roles._fields

@@ -1,0 +1,292 @@
+"""What only the nvshmem fabric has: two ways through the kernels, graphs, SM budgets, bounded waits, large offsets."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from ep_backend.routing import KINDS
+from tests.core import oracle
+from tests.core.pool import Outcome, World, attempt
+from tests.core.rounds import Round
+
+pytestmark = pytest.mark.gpu
+PAYLOADS = ("bf16", "fp8", "fp8_cast", "fp8_ue8m0_cast")
+
+
+def one_kernel_for_everything(world: World) -> int:
+    """The fused kernels of large batches, with batches that are checked quickly."""
+    from ep_backend.fabric.nvshmem import fabric
+
+    small, fabric.SMALL = fabric.SMALL, -1
+    try:
+        done = 0
+        with world.make() as buffer:
+            for kind in KINDS:
+                for mode, layout in (("direct", "compact"), ("direct", "masked"), ("low_latency", "masked")):
+                    for payload in PAYLOADS:
+                        tokens = [(3 * r + done) % 13 for r in range(world.size)]
+                        case = oracle.make_case(done, tokens, kind=kind)
+                        hook = done % 3 == 0
+                        Round(world, buffer, case, mode, layout=layout, payload=payload, lane=done % 2, hook=hook).run()
+                        done += 1
+        return done
+    finally:
+        fabric.SMALL = small
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_fused_kernels(ranks: Any, size: int) -> None:
+    done = ranks(size, "nvshmem").run(one_kernel_for_everything, timeout=200)
+    assert set(done) == {len(KINDS) * 3 * len(PAYLOADS)}
+
+
+def many_tokens(world: World, tokens: int) -> None:
+    few = [tokens, max(tokens - 1, 0)] + [tokens // 3] * (world.size - 2)
+    options = {"hidden": 1024, "num_experts": 64, "top_k": 8}
+    with world.make(**options, max_tokens={"direct": 4096, "low_latency": 4096}, lanes=1) as buffer:
+        for mode, payload in (("direct", "fp8_cast"), ("low_latency", "bf16")):
+            case = oracle.make_case(tokens, few[: world.size], experts=64, top_k=8, hidden=1024)
+            Round(world, buffer, case, mode, payload=payload).run()
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 63, 64, 65, 128, 512, 513, 1024, 4096])
+def test_batch_sizes(ranks: Any, tokens: int) -> None:
+    ranks(2, "nvshmem").run(many_tokens, tokens)
+
+
+def some_top_k(world: World, top_k: int) -> None:
+    with world.make(top_k=top_k, num_experts=48, hidden=128) as buffer:
+        for seed, kind in enumerate(("uniform", "duplicates", "holes")):
+            for mode in ("direct", "low_latency"):
+                case = oracle.make_case(seed, [12, 5], kind=kind, experts=48, top_k=top_k, hidden=128)
+                Round(world, buffer, case, mode).run()
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 6, 8, 9, 11, 12, 16, 32])
+def test_top_k(ranks: Any, top_k: int) -> None:
+    ranks(2, "nvshmem").run(some_top_k, top_k)
+
+
+def budgets(world: World) -> None:
+    with world.make(hidden=512, max_tokens={"direct": 700}, lanes=1) as buffer:
+        for tokens in (40, 700):
+            case = oracle.make_case(tokens, [tokens] * world.size, hidden=512)
+            want = None
+            for sms in (1, 2, 7, 24, 64, 132, 1000):
+                x = case.x[world.rank].bfloat16().to(world.device)
+                ids, weights = (t[world.rank].to(world.device) for t in (case.ids, case.weights))
+                got = buffer.dispatch(x, ids, weights, mode="direct", sms=sms)
+                out = buffer.combine(got.rows, got.handle)
+                rows = got.rows.float().cpu()
+                assert want is None or (torch.equal(want[0], rows) and torch.equal(want[1], out.cpu())), sms
+                want = rows, out.cpu()
+
+
+def test_any_sm_budget_gives_the_same_bits(ranks: Any) -> None:
+    ranks(2, "nvshmem").run(budgets)
+
+
+class Captured:
+    """One captured round of one mode; its inputs can be changed."""
+
+    def __init__(self, world: World, buffer: Any, mode: str, tokens: int, lane: int) -> None:
+        self.world, self.mode = world, mode
+        hidden, top_k, device = 256, 4, world.device
+        self.x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device)
+        self.ids = torch.full((tokens, top_k), -1, dtype=torch.int64, device=device)
+        self.weights = torch.zeros(tokens, top_k, device=device)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.got = buffer.dispatch(self.x, self.ids, self.weights, mode=mode, lane=lane, host_counts=False)
+            rows = self.got.rows
+            if mode == "direct":
+                rows = rows * self.got.topk_weights.sum(1, keepdim=True).to(rows.dtype)
+            self.out = buffer.combine(rows, self.got.handle)
+
+    def replay(self, seed: int, tokens: list[int]) -> None:
+        """Experts are the identity, so that the result is x times the sum of weights of valid picks."""
+        rank, case = self.world.rank, oracle.make_case(seed, tokens, kind="holes")
+        n = len(case.x[rank])
+        self.ids.fill_(-1)
+        self.x[:n] = case.x[rank].bfloat16()
+        self.ids[:n] = case.ids[rank]
+        weights = torch.where(case.ids[rank] >= 0, case.weights[rank], 0.0)
+        self.weights[:n] = weights
+        self.out.fill_(float("nan"))
+        self.graph.replay()
+        want = torch.zeros(self.out.shape)
+        want[:n] = case.x[rank] * weights.sum(1, keepdim=True)
+        off = (self.out.float().cpu() - want).abs()
+        assert (off <= 0.03 * want.abs() + 0.02).all(), (self.mode, seed, float(off.nan_to_num(9e9).max()))
+
+
+def replays(world: World, count: int) -> int:
+    with world.make(lanes=2) as buffer:
+        case = oracle.make_case(0, [3] * world.size)
+        for mode in ("direct", "low_latency"):
+            Round(world, buffer, case, mode).run()
+        graphs = [
+            Captured(world, buffer, "low_latency", 8, 0),
+            Captured(world, buffer, "low_latency", 3, 0),
+            Captured(world, buffer, "direct", 12, 1),
+        ]
+        for n in range(count):
+            graph = graphs[n % len(graphs)]
+            most = len(graph.x)
+            graph.replay(n, [(n + r) % (most + 1) for r in range(world.size)])
+            if n % 10 == 0:
+                Round(world, buffer, oracle.make_case(n, [2] * world.size), "direct").run()
+        assert buffer.failure() is None
+        stats = buffer.stats()
+        assert stats["modes"]["low_latency"]["dispatches"] >= count // 3
+    return count
+
+
+@pytest.mark.parametrize("size,count", [(2, 240), (4, 60)])
+def test_graphs_replay_with_new_routing_between_eager_rounds(ranks: Any, size: int, count: int) -> None:
+    assert ranks(size, "nvshmem").run(replays, count, timeout=200) == [count] * size
+
+
+def capture_with_host_counts(world: World) -> Outcome:
+    with world.make() as buffer:
+        x = torch.zeros(2, 256, dtype=torch.bfloat16, device=world.device)
+        ids = torch.zeros(2, 4, dtype=torch.int64, device=world.device)
+        weights = torch.zeros(2, 4, device=world.device)
+        torch.cuda.synchronize()
+
+        def capture() -> None:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                buffer.dispatch(x, ids, weights, mode="direct")
+
+        return attempt(capture)
+
+
+def test_a_capture_cannot_wait_for_counts(ranks: Any) -> None:
+    for outcome in ranks(2, "nvshmem").run(capture_with_host_counts):
+        assert outcome.kind == "error" and "host_counts=False" in outcome.message
+
+
+def stalled(world: World, absent: str) -> tuple[Outcome, float, str | None]:
+    buffer = world.make(timeout_s=1.0)
+    Round(world, buffer, oracle.make_case(0, [3] * world.size), "direct").run()
+    late = Round(world, buffer, oracle.make_case(1, [3] * world.size), "direct", lane=1)
+    started = time.monotonic()
+    if absent == "combine":
+        late.dispatch()
+        late.receive()
+    if world.rank == 1:
+        time.sleep(4)
+
+    def go_on() -> None:
+        if absent == "dispatch":
+            late.dispatch()
+            late.receive()
+        late.combine()
+        torch.cuda.synchronize()
+        late.collect()
+
+    outcome = attempt(go_on)
+    torch.cuda.synchronize()
+    took, why = time.monotonic() - started, buffer.failure()
+    again = attempt(lambda: Round(world, buffer, oracle.make_case(2, [1] * world.size), "direct").run())
+    assert again.error == "EpFailed", again
+    destroying = time.monotonic()
+    buffer.destroy()
+    assert time.monotonic() - destroying < 5
+    return outcome, took, why
+
+
+@pytest.mark.parametrize("absent", ["dispatch", "combine"])
+def test_a_peer_that_does_not_come_fails_the_buffer(ranks: Any, absent: str) -> None:
+    pool = ranks(2, "nvshmem")
+    found = pool.run(stalled, absent, timeout=30)
+    outcome, took, why = found[0]
+    assert took < 4 and why is not None and f"{absent}: mode=direct, lane=1, epoch=1" in why
+    assert "peer=1" in why and outcome.kind == "error"
+    assert found[1][2] is not None and "rank 0 gave up" in found[1][2], "the late rank learns it too"
+
+
+def disagreeing(world: World) -> str | None:
+    buffer = world.make(timeout_s=5.0)
+    layout = "compact" if world.rank == 0 else "masked"
+    attempt(lambda: Round(world, buffer, oracle.make_case(0, [2] * world.size), "direct", layout=layout).run())
+    torch.cuda.synchronize()
+    why = buffer.failure()
+    buffer.destroy()
+    return why
+
+
+def test_ranks_that_call_different_things(ranks: Any) -> None:
+    whys = ranks(2, "nvshmem").run(disagreeing)
+    assert any(w and "compact" in w and "masked" in w for w in whys), whys
+
+
+def aborting(world: World) -> tuple[str | None, float]:
+    buffer = world.make(timeout_s=20.0)
+    started = time.monotonic()
+    if world.rank == 1:
+        time.sleep(0.5)
+        buffer.abort("the caller gave up")
+    else:
+        attempt(lambda: Round(world, buffer, oracle.make_case(0, [2] * world.size), "direct").run())
+        torch.cuda.synchronize()
+    why = buffer.failure()
+    took = time.monotonic() - started
+    buffer.destroy()
+    return why, took
+
+
+def test_abort_ends_the_waits_of_others(ranks: Any) -> None:
+    (why, took), (own, _) = ranks(2, "nvshmem").run(aborting)
+    assert why is not None and "rank 1 gave up" in why and took < 10
+    assert own is not None and "the caller gave up" in own
+
+
+def bad_ids(world: World) -> str | None:
+    buffer = world.make(timeout_s=10.0)
+    case = oracle.make_case(0, [4] * world.size)
+    x = case.x[world.rank].bfloat16().to(world.device)
+    ids, weights = (t[world.rank].to(world.device) for t in (case.ids, case.weights))
+    if world.rank == 0:
+        ids[1, 2] = 24
+
+    def call() -> None:
+        got = buffer.dispatch(x, ids, weights, mode="direct")
+        buffer.combine(got.rows, got.handle)
+
+    attempt(call)
+    torch.cuda.synchronize()
+    why = buffer.failure()
+    assert attempt(lambda: buffer.dispatch(x, ids, weights, mode="direct")).error == "EpFailed"
+    buffer.destroy()
+    return why
+
+
+def test_ids_outside_the_model_fail_the_buffer_by_name(ranks: Any) -> None:
+    why, other = ranks(2, "nvshmem").run(bad_ids)
+    assert why is not None and "topk id 24" in why and "token 1" in why
+    assert other is not None and "rank 0 gave up" in other
+
+
+def far_offsets(world: World) -> int:
+    tokens = 80_000
+    with world.make(hidden=7168, num_experts=8, top_k=2, max_tokens={"direct": tokens}, lanes=1, payloads=("bf16",)) as buffer:
+        # The last tokens lie past 2 GiB of the last segment's start.
+        x = torch.randn(tokens, 7168, device=world.device, dtype=torch.bfloat16)
+        ids = torch.randint(0, 8, (tokens, 2), device=world.device)
+        weights = torch.full((tokens, 2), 0.5, device=world.device)
+        got = buffer.dispatch(x, ids, weights, mode="direct")
+        assert got.topk_weights is not None
+        y = got.rows * got.topk_weights.sum(1, keepdim=True).to(torch.bfloat16)
+        out = buffer.combine(y, got.handle)
+        assert torch.equal(out[-2000:].float(), x[-2000:].float()), "weights of a token sum to 1"
+        return int(buffer.allocated_bytes)
+
+
+def test_offsets_past_2_gib(ranks: Any) -> None:
+    assert all(n > 4 << 30 for n in ranks(2, "nvshmem").run(far_offsets, timeout=120))
