@@ -193,19 +193,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_combine(const _
     if (lane == 0) sh.stopped = stopped;
     if (lane < blockDim.x / 32) mbarrier_init(&sh.bars[lane]);
   }
-  if (threadIdx.x == 0) {
-    LaneState* state = reinterpret_cast<LaneState*>(a.state);
-    u64 epoch = load_relaxed_sys(&state->epoch);
-    sh.epoch = epoch;
-    if (a.advance) {   // the last block to have read the epoch ends it
-      __threadfence();
-      if (atomicAdd(&state->readers, u64(1)) == gridDim.x - 1) {
-        state->readers = 0;
-        __threadfence();
-        store_relaxed_sys(&state->epoch, epoch + 1);
-      }
-    }
-  }
+  if (threadIdx.x == 0) sh.epoch = read_epoch(a);
   __syncthreads();
   // Every block has read the epoch by now, so the receiving kernel may start and end it.
   if (a.receivers == 0) allow_next();

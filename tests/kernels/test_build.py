@@ -27,7 +27,15 @@ def test_images_compile_and_the_hot_ones_are_lean(
     assert all(p.exists() and p.stat().st_size for p in paths)
     report = json.loads((tmp_path / "images.json").read_text())["kernels"]
     hot = [k for k in report if "sm_90a" in k["image"]]
-    assert {k["kernel"] for k in hot} >= {"ep_dispatch", "ep_send", "ep_await", "ep_place", "ep_combine"}
+    assert {k["kernel"] for k in hot} >= {
+        "ep_dispatch",
+        "ep_send",
+        "ep_await",
+        "ep_place",
+        "ep_combine",
+        "ep_expert_send",
+        "ep_expert_sum",
+    }
     for k in hot:
         assert k["spill_bytes"] == 0 and k["stack_bytes"] == 0, k
         assert 0 < k["registers"] <= 64, "a block of 1024 threads has 64 registers a thread"

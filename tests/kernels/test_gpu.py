@@ -90,6 +90,24 @@ def test_any_sm_budget_gives_the_same_bits(ranks: Any) -> None:
     ranks(2, "nvshmem").run(budgets)
 
 
+def by_expert(world: World) -> int:
+    done = 0
+    with world.make(low_latency_form="per_expert") as buffer:
+        for kind in KINDS:
+            for payload in PAYLOADS:
+                tokens = [(3 * r + done) % 13 for r in range(world.size)]
+                case = oracle.make_case(done, tokens, kind=kind)
+                Round(world, buffer, case, "low_latency", payload=payload, lane=done % 2, hook=done % 3 == 0).run()
+                Round(world, buffer, case, "direct", payload=payload, lane=done % 2).run()
+                done += 1
+    return done
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_per_expert_form(ranks: Any, size: int) -> None:
+    assert set(ranks(size, "nvshmem").run(by_expert, timeout=120)) == {len(KINDS) * len(PAYLOADS)}
+
+
 class Captured:
     """One captured round of one mode; its inputs can be changed."""
 

@@ -27,6 +27,11 @@ log = logging.getLogger(__name__)
 SMS = 24  # multiprocessors of every kernel that waits for a peer, unless the call says otherwise
 SMALL = 512  # tokens up to which sending, waiting and placing are kernels of their own; beyond, one does all at once
 OPS = ("dispatch", "combine")
+KERNELS = {
+    "dispatch": ("dispatch", "send", "await", "place"),
+    "combine": ("combine",),
+    "per_expert": ("expert_send", "expert_await", "expert_place", "expert_return", "expert_sum"),
+}
 TIMEOUT, DISAGREE, ABORT, BAD_ID = 1, 2, 3, 4  # Fault of args.h
 MODES = {Mode.DIRECT, Mode.LOW_LATENCY}
 _DTYPES = {Payload.BF16: torch.bfloat16, Payload.FP8: torch.float8_e4m3fn, Payload.FP8_UE8M0: torch.float8_e4m3fn}
@@ -69,13 +74,7 @@ class NvshmemFabric:
         self._meeting = meeting
         torch.cuda.synchronize()
         self.world = world.join(meeting, self.device, self.allocated_bytes)
-        self._kernels = {
-            "dispatch": Kernel("dispatch", "ep_dispatch", self.device),
-            "send": Kernel("dispatch", "ep_send", self.device),
-            "await": Kernel("dispatch", "ep_await", self.device),
-            "place": Kernel("dispatch", "ep_place", self.device),
-            "combine": Kernel("combine", "ep_combine", self.device),
-        }
+        self._kernels = {name: Kernel(image, f"ep_{name}", self.device) for image, names in KERNELS.items() for name in names}
         # Kernels that wait for peers get so few blocks that those of all lanes are resident together, in any order.
         multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._most_blocks = min(multiprocessors, layout.CHANNELS)
@@ -86,7 +85,7 @@ class NvshmemFabric:
         counters = 4 * (4 * s.ranks + 4) + s.ranks + s.local_experts
         self._counters = torch.zeros(counters, dtype=torch.int64, device=self.device)
         self._control = torch.zeros(4, dtype=torch.int64, device=self.device)
-        self._lanes = torch.tensor([[1, 0]] * config.lanes, dtype=torch.int64, device=self.device)
+        self._lanes = torch.tensor([[1, 0, 0]] * config.lanes, dtype=torch.int64, device=self.device)
         self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._one = torch.ones(1, dtype=torch.int64, pin_memory=True)
         self._reason: str | None = None
@@ -113,8 +112,6 @@ class NvshmemFabric:
             raise ValueError(f"hidden={config.hidden}: two rows must fit {STAGE_BYTES} bytes of shared memory")
         if config.rail == "put":
             raise ValueError("rail='put' needs the image of remote puts, which is not there yet; use 'auto'")
-        if config.shape.per_expert:
-            raise ValueError("low_latency_form='per_expert' is not there on the nvshmem fabric yet; use 'auto'")
 
     def _lane_args(self, lane: int, mode: Mode, form: Layout, payload: Payload) -> Args:
         s, host = self.shape, self._host.data_ptr()
@@ -134,7 +131,7 @@ class NvshmemFabric:
             lane=lane,
             mode=mode.code,
             max_tokens=tokens,
-            state=self._lanes.data_ptr() + 16 * lane,
+            state=self._lanes.data_ptr() + 24 * lane,
             intent=at + words.intent,
             stream_count=at + words.stream_count,
             stream_tail=at + words.stream_tail,
@@ -201,7 +198,10 @@ class NvshmemFabric:
             weights = self._empty((capacity, s.top_k), torch.float32)
         counts = self._empty((s.local_experts,), torch.int32)
         # plan | target | position | pick_weight, 32 bits each
-        sizes = (s.ranks * (layout.CHANNELS + 2), capacity, capacity * s.top_k if masked else 0)
+        if self._per_expert(call):
+            sizes = (s.local_experts * (s.ranks + 1), s.local_experts * capacity, 0)
+        else:
+            sizes = (s.ranks * (layout.CHANNELS + 2), capacity, capacity * s.top_k if masked else 0)
         records = self._empty((sizes[0] + sizes[1] + 2 * sizes[2],), torch.int32)
         plan = records.data_ptr()
         target, position = plan + 4 * sizes[0], plan + 4 * (sizes[0] + sizes[1])
@@ -230,6 +230,8 @@ class NvshmemFabric:
         launches = self._launches.get(key)
         if launches is None:
             make = self._dispatch_launches if op == "dispatch" else self._combine_launches
+            if self._per_expert(call):
+                make = self._expert_dispatch_launches if op == "dispatch" else self._expert_combine_launches
             launches = self._launches[key] = make(call, send, receive)
         stream = launch.stream_of(self.device)
         for one in launches:
@@ -313,6 +315,39 @@ class NvshmemFabric:
             groups = max(1, warps // shares) if small else 1
             roles = Roles(receivers=warps, receive_stage=summed, receive_parts=shares, receive_groups=groups)
             result.append(Launch("combine", waiting, warps, roles, early=send, ends=True))
+        return tuple(result)
+
+    def _per_expert(self, call: Call) -> bool:
+        return call.mode is Mode.LOW_LATENCY and bool(self.shape.per_expert)
+
+    def _expert_dispatch_launches(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
+        hidden, everywhere = self.shape.hidden, self._blocks(call, self._most_blocks, self._most_blocks)
+        sent = layout.align_up(hidden // 32, 128) if _casts(call) else layout.payload_bytes(call.payload, hidden)
+        record = layout.record(call.payload, hidden, self.shape.top_k).bytes
+        result = []
+        if send:
+            warps = min(8, STAGE_BYTES // sent)
+            result.append(Launch("expert_send", everywhere, warps, Roles(senders=warps, send_stage=sent)))
+        if receive:
+            warps = min(8, STAGE_BYTES // record)
+            roles = Roles(receivers=warps, receive_stage=record)
+            result.append(Launch("expert_await", 1, MOST_WARPS, Roles(), early=send))
+            result.append(Launch("expert_place", everywhere, warps, roles, early=True))
+        return tuple(result)
+
+    def _expert_combine_launches(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
+        row, result = 2 * self.shape.hidden, []
+        if send:
+            warps = min(8, STAGE_BYTES // row)
+            blocks = self._blocks(call, self._most_blocks, self._most_blocks)
+            result.append(Launch("expert_return", blocks, warps, Roles(senders=warps, send_stage=row)))
+        if receive:
+            shares = layout.ceil_div(row, _room(16384, self.shape.top_k))
+            summed = _run(row, 16, shares) * self.shape.top_k
+            warps = min(16, STAGE_BYTES // summed)
+            roles = Roles(receivers=warps, receive_stage=summed, receive_parts=shares)
+            blocks = self._blocks(call, self._most_waiting, SMS)
+            result.append(Launch("expert_sum", blocks, warps, roles, early=send, ends=True))
         return tuple(result)
 
     def _await_rows(self, call: Call) -> int:

@@ -63,6 +63,7 @@ struct Args {
 struct LaneState {
   u64 epoch;     // of the round under way or to come; 1 at first
   u64 readers;   // blocks of the advancing kernel that have read it
+  u64 done;      // blocks of a kernel that signals as a whole and have ended
 };
 
 // What a dispatch leaves for later kernels, i32 each: by source and channel, [R][kChannels + 1], the row of its first

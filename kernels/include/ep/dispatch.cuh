@@ -1,0 +1,474 @@
+// What dispatch kernels are made of: a token becomes a record at each destination, a record becomes rows.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+#include "ep/progress.cuh"
+#include "ep/routing.cuh"
+#include "ep/rows.cuh"
+#include "ep/stage.cuh"
+
+namespace ep {
+
+constexpr int kPublishTokens = 8;        // tokens between two signals of a channel
+
+struct Offsets {   // a Record whose fields fit 32 bits, its payload's bytes and how many words of scales
+  int scales, ids, weights, source, bytes, row, words;
+};
+
+struct Shared {
+  u64 epoch;
+  Offsets f;
+  int base[kMaxRanks + 1];   // by source: its first row; behind the last, all rows
+  int channels[kMaxRanks], chunk[kMaxRanks];   // by source
+  bool stopped;              // the buffer has failed
+  Progress progress;
+  u64 bars[kWarps];
+};
+
+// A record's address at each destination: lane r holds that of rank r; `set` says which count.
+struct Targets {
+  u64 address;
+  u32 set;
+};
+
+template <typename Store>
+__device__ __forceinline__ void to_each(const Targets& t, Store store) {
+  for (u32 left = t.set; left != 0; left &= left - 1) store(__shfl_sync(kFullWarp, t.address, __ffs(left) - 1));
+}
+
+__device__ __forceinline__ u64 segment(const Args& a, int rank, int source) {
+  return a.heap[rank] + a.slots + source * a.slot_segment;
+}
+
+// What a warp reads of a token: a run of the row, in bytes.
+__device__ __forceinline__ Range input_run(const Args& a, const Offsets& f, int part) {
+  int parts = int(a.send_parts);
+  if (a.cast) {   // in steps of 512 channels
+    int steps = (f.row + 511) / 512;
+    return {quotient(steps * part, parts) * 1024, min(quotient(steps * (part + 1), parts) * 1024, 2 * f.row)};
+  }
+  return share(f.row, part, parts);
+}
+__device__ __forceinline__ u64 input_row(const Args& a, const Offsets& f, i64 token) {
+  return a.x + token * (a.cast ? 2 : 1) * f.row;
+}
+
+__device__ __forceinline__ u32 largest(u32 a, u32 b) {   // of two bf16 each, by magnitude
+  __nv_bfloat162 m = __hmax2(__habs2(reinterpret_cast<__nv_bfloat162&>(a)), __habs2(reinterpret_cast<__nv_bfloat162&>(b)));
+  return reinterpret_cast<u32&>(m);
+}
+
+// 16 channels a lane and step, so that 8 lanes share a scale: scale = max(|x|, 1e-4) / 448, rounded up to a power of two
+// for UE8M0. The scales gather in shared memory and leave together. Two steps hide each other's latency.
+__device__ __forceinline__ void send_cast(const Args& a, const Targets& t, const Offsets& f, const unsigned char* input,
+                                          u32* words, Range run, int lane) {
+  constexpr int kSteps = 2;
+  bool ue8m0 = a.payload == i64(Payload::kFp8Ue8m0);
+  int bytes = run.last - run.first;
+  for (int first = lane * 32; first - lane * 32 < bytes; first += 1024 * kSteps) {
+    Vec in[kSteps][2], out[kSteps];
+    float amax[kSteps], inverse[kSteps];
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      in[i][0] = in[i][1] = Vec{};
+      if (first + 1024 * i < bytes) {
+        in[i][0] = *reinterpret_cast<const Vec*>(input + first + 1024 * i);
+        in[i][1] = *reinterpret_cast<const Vec*>(input + first + 1024 * i + 16);
+      }
+      u32 m = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) m = largest(m, largest(in[i][0].v[j], in[i][1].v[j]));
+      float2 pair = unpack(m);
+      amax[i] = fmaxf(fmaxf(pair.x, pair.y), 1e-4f);
+    }
+#pragma unroll
+    for (int d = 1; d < 8; d *= 2)
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) amax[i] = fmaxf(amax[i], __shfl_xor_sync(kFullWarp, amax[i], d));
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      int at = first + 1024 * i;
+      u32 scale;
+      if (ue8m0) {
+        u32 bits = __float_as_uint(__fdiv_rn(amax[i], 448.f));
+        u32 exponent = (bits >> 23) + ((bits & 0x7fffff) != 0);   // a normal number: amax has a floor
+        inverse[i] = __uint_as_float((254 - exponent) << 23);
+        scale = at < bytes ? exponent : 0;
+        scale = __shfl_sync(kFullWarp, scale, 0) | __shfl_sync(kFullWarp, scale, 8) << 8 |
+                __shfl_sync(kFullWarp, scale, 16) << 16 | __shfl_sync(kFullWarp, scale, 24) << 24;
+        if (lane == 0 and at < bytes) words[at / 1024] = scale;
+      } else {
+        inverse[i] = __fdividef(448.f, amax[i]);
+        if (lane % 8 == 0 and at < bytes) words[at / 256] = __float_as_uint(amax[i] * (1.f / 448.f));
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float2 lo = unpack(in[i][j / 2].v[j % 2 * 2]), hi = unpack(in[i][j / 2].v[j % 2 * 2 + 1]);
+        u32 l = __nv_cvt_float2_to_fp8x2({lo.x * inverse[i], lo.y * inverse[i]}, __NV_SATFINITE, __NV_E4M3);
+        u32 h = __nv_cvt_float2_to_fp8x2({hi.x * inverse[i], hi.y * inverse[i]}, __NV_SATFINITE, __NV_E4M3);
+        out[i].v[j] = l | h << 16;
+      }
+    }
+    to_each(t, [&](u64 record) {
+      u64 to = record + (run.first + first) / 2;
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i)
+        if (first + 1024 * i < bytes) store_vec(reinterpret_cast<void*>(to + 512 * i), out[i]);
+    });
+  }
+  __syncwarp();
+  int span = ue8m0 ? 1024 : 256, skip = run.first / span, count = (bytes + span - 1) / span;
+  to_each(t, [&](u64 record) {
+    for (int g = lane; g < count; g += 32) reinterpret_cast<u32*>(record + f.scales)[skip + g] = words[g];
+  });
+}
+
+// Whatever is not payload, in one run of words: ids, weights, rows (the receiver's) and source. Word w of a token.
+__device__ __forceinline__ u32 pick_word(const Args& a, i64 token, int w) {
+  const int top_k = int(a.top_k);
+  if (w < top_k) {
+    i64 id = raw_pick(a, token * top_k + w);
+    return is_expert(a, id) ? u32(id) : ~0u;
+  }
+  if (w < 2 * top_k) return reinterpret_cast<const u32*>(a.weights)[token * top_k + w - top_k];
+  return w == 3 * top_k ? u32(a.rank * a.max_tokens + token) : 0;
+}
+
+// `early` is the lane's first word, asked for long before.
+__device__ __forceinline__ void send_picks(const Args& a, const Targets& t, const Offsets& f, u64 epoch, i64 token, u32 early,
+                                           int lane) {
+  const int words = 3 * int(a.top_k) + 1;
+  for (int first = 0; first < words; first += 32) {
+    int w = first + lane;
+    u32 word = first == 0 ? early : pick_word(a, token, w);
+    to_each(t, [&](u64 record) {
+      if (w < words) reinterpret_cast<u32*>(record + f.ids)[w] = word;
+    });
+  }
+  if (lane < a.top_k and early == ~0u) {   // none, or out of range
+    i64 id = raw_pick(a, token * a.top_k + lane);
+    if (id != -1) report(a, Fault::kBadId, Op::kDispatch, epoch, int(a.rank), token, id);
+  }
+  __syncwarp();
+  for (int first = 0; first < (a.cast ? 0 : f.words); first += 32) {
+    int g = first + lane;
+    u32 v = g < f.words ? reinterpret_cast<const u32*>(a.scales_in)[token * f.words + g] : 0;
+    to_each(t, [&](u64 record) {
+      if (g < f.words) reinterpret_cast<u32*>(record + f.scales)[g] = v;
+    });
+  }
+}
+
+// By the publishing warp of the first block: what this rank calls, and that its counts are cleared.
+__device__ __forceinline__ void announce(const Args& a, Shared& sh, int lane) {
+  Control* control = reinterpret_cast<Control*>(a.control);
+  u64 said = u64(a.signature) | u64(gridDim.x - 1) << kSignatureBits | load_relaxed_sys(&control->proposal) << kProposalBits;
+  if (lane < a.ranks) store_relaxed_sys(heap_word(a, lane, a.intent, a.rank), signal_word(sh.epoch, said));
+  // Receiving warps add to counts; the word that they all await first says that it is cleared.
+  for (i64 e = lane; e < a.local_experts; e += 32) reinterpret_cast<int*>(a.counts)[e] = 0;
+  __syncwarp();
+  fence_sys();
+  i64 word = a.rank * (kChannels + 1) + kChannels;
+  if (lane < a.ranks) store_relaxed_sys(heap_word(a, lane, a.stream_count, word), signal_word(sh.epoch, a.chunk));
+  if (lane != 0) return;
+  i64 at = stat_mode(a.ranks, a.mode) + kStatRows * a.ranks;
+  add_stat(a, at, 1);
+  add_stat(a, at + 2, a.tokens);
+  atomicMax(stats(a) + at + 3, u64(a.tokens));
+  control->mode = a.mode + 1;
+  control->epoch = sh.epoch;
+}
+
+// Tells every rank how much this block writes, then how far it has come. One warp, lane r for rank r.
+__device__ __forceinline__ void publish(const Args& a, Shared& sh, Range mine, int lane) {
+  const int workers = int(a.senders), parts = int(a.send_parts), tokens = mine.last - mine.first;
+  const bool peer = lane < a.ranks;
+  u32 to = 0;
+  int count = 0, published = 0, base = 0;
+  for (int first = mine.first; first < mine.last; first += 32) {
+    u32 block = block_of_tokens(a, first, mine.last, lane);
+    if (first == mine.first) to = block;
+    count += __popc(block);
+  }
+  if (peer)
+    store_relaxed_sys(heap_word(a, lane, a.stream_count, a.rank * (kChannels + 1) + blockIdx.x), signal_word(sh.epoch, count));
+  for (int block = 0;;) {   // tokens of the channel before the 32 that `to` describes
+    int complete = min(tokens, quotient(min(tokens * parts, int(sh.progress.complete(workers, lane))), parts));
+    if (complete < tokens and complete - published < kPublishTokens) continue;
+    for (; complete - block >= 32; block += 32) {
+      base += __popc(to);
+      to = block_of_tokens(a, mine.first + block + 32, mine.last, lane);
+    }
+    int sent = base + __popc(to & below(complete - block));
+    fence_release();
+    if (peer)
+      store_relaxed_sys(heap_word(a, lane, a.stream_tail, a.rank * kChannels + blockIdx.x), signal_word(sh.epoch, sent));
+    published = complete;
+    if (complete == tokens) break;
+  }
+  if (peer and count != 0) {
+    i64 at = stat_mode(a.ranks, a.mode) + lane;
+    add_stat(a, at, count);
+    add_stat(a, at + a.ranks, u64(count) * sh.f.bytes);
+  }
+}
+
+// Start loading this warp's share of a unit, a part of a token.
+__device__ __forceinline__ void fetch(const Args& a, const Offsets& f, Stage& stage, Range mine, int unit, int lane) {
+  int parts = int(a.send_parts), token = mine.first + quotient(unit, parts);
+  if (token >= mine.last or not a.staged) return;
+  Range run = input_run(a, f, unit - (token - mine.first) * parts);
+  stage.load(input_row(a, f, token) + run.first, run.last - run.first, lane);
+}
+
+// kAhead: the words beside the payload are asked for ahead of it, which takes registers.
+template <bool kAhead>
+__device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Range mine, int warp, int lane) {
+  const Offsets& f = sh.f;
+  int workers = int(a.senders), parts = int(a.send_parts);
+  if (warp == workers) return publish(a, sh, mine, lane);
+
+  int slot = mine.first;
+  u64 own = lane < a.ranks ? segment(a, lane, int(a.rank)) : 0;
+  int unit = warp, done = 0;
+  for (int first = mine.first; first < mine.last; first += 32) {
+    u32 to = block_of_tokens(a, first, mine.last, lane);
+    int stop = (min(first + 32, mine.last) - mine.first) * parts;
+    for (; unit < stop; unit += workers) {
+      int i = quotient(unit, parts), part = unit - i * parts;
+      i -= first - mine.first;
+      Targets t{own + i64(slot + __popc(to & below(i))) * f.bytes, __ballot_sync(kFullWarp, to >> i & 1)};
+      u32 early = kAhead and part == 0 ? pick_word(a, first + i, lane) : 0;
+      Range run = input_run(a, f, part);
+      if (a.staged) stage.await();
+      if (a.cast) {
+        u64 row = input_row(a, f, first + i) + run.first;
+        const int bytes = run.last - run.first;
+        send_cast(a, t, f, a.staged ? stage.at : reinterpret_cast<const unsigned char*>(row),
+                  reinterpret_cast<u32*>(stage.at + (a.staged ? bytes : 0)), run, lane);
+      } else {
+        if (t.set >> lane & 1) bulk_store(t.address + run.first, stage.at, run.last - run.first);
+        bulk_commit();
+        bulk_await_stored();
+      }
+      if (not kAhead and part == 0) early = pick_word(a, first + i, lane);
+      if (part == 0) send_picks(a, t, f, sh.epoch, first + i, early, lane);
+      fetch(a, f, stage, mine, unit + workers, lane);
+      sh.progress.finish(warp, ++done, lane);
+    }
+    slot += __popc(to);
+  }
+  sh.progress.finish(warp, Progress::kAll, lane);
+}
+
+constexpr int kLaneChannels = int(kChannels) / 32;
+
+// The words that travel ahead of the records say who sends how much. First what each source calls; lane s for source s.
+__device__ __forceinline__ bool await_intents(const Args& a, Shared& sh, int lane) {
+  const bool peer = lane < a.ranks, leaves = blockIdx.x == 0;
+  bool ok = true;
+  u64 proposal = ~u64(0);
+  if (peer) {
+    u64 start = leaves ? nanoseconds() : 0;
+    u64 intent = wait_word(a, Op::kDispatch, lane, a.intent, lane, sh.epoch, 0);
+    if (leaves) add_stat(a, stat_waits(a.ranks) + lane, nanoseconds() - start);
+    ok = intent != 0;
+    if (ok and (intent & kSignatureMask) != u64(a.signature)) {
+      report(a, Fault::kDisagree, Op::kDispatch, sh.epoch, lane, a.signature, intent & kSignatureMask);
+      ok = false;
+    }
+    u64 chunk = ok ? wait_word(a, Op::kDispatch, lane, a.stream_count, plan_row(lane, kChannels), sh.epoch, 0) : 0;
+    ok = chunk != 0;
+    proposal = signal_count(intent) >> kProposalBits;
+    sh.channels[lane] = intent_channels(intent);
+    sh.chunk[lane] = int(signal_count(chunk));
+    if (leaves) reinterpret_cast<int*>(a.plan)[plan_chunk(a.ranks, lane)] = sh.chunk[lane];
+  }
+  u64 first = __shfl_sync(kFullWarp, proposal, 0);
+  bool same = __all_sync(kFullWarp, not peer or proposal == first);
+  if (leaves and lane == 0) store_relaxed_sys(reinterpret_cast<u64*>(a.agreed), same ? first : 0);
+  ok = __all_sync(kFullWarp, ok);
+  __syncwarp();
+  return ok;
+}
+
+// Then one source's channels, four a lane: `row` gets the place of each among the source's. Returns the source's records,
+// negative on failure.
+__device__ __forceinline__ int await_counts(const Args& a, Shared& sh, int source, int (&row)[kLaneChannels], int lane) {
+  u64 word[kLaneChannels];
+  int sum = 0;
+  bool ok = true;
+#pragma unroll
+  for (int j = 0; j < kLaneChannels; ++j)
+    word[j] = load_relaxed_sys(own_word(a, a.stream_count, plan_row(source, lane * kLaneChannels + j)));
+#pragma unroll
+  for (int j = 0; j < kLaneChannels; ++j) {
+    int channel = lane * kLaneChannels + j;
+    row[j] = sum;
+    if (channel >= sh.channels[source]) continue;
+    if (not reached(word[j], sh.epoch, 0))
+      word[j] = wait_word(a, Op::kDispatch, source, a.stream_count, plan_row(source, channel), sh.epoch, 0);
+    ok = ok and word[j] != 0;
+    sum += int(signal_count(word[j]));
+  }
+  int up_to = sum;
+  for (int d = 1; d < 32; d *= 2) {
+    int left = __shfl_up_sync(kFullWarp, up_to, d);
+    if (lane >= d) up_to += left;
+  }
+#pragma unroll
+  for (int j = 0; j < kLaneChannels; ++j) row[j] += up_to - sum;
+  int total = __shfl_sync(kFullWarp, up_to, 31);
+  return __all_sync(kFullWarp, ok) ? total : -1;
+}
+
+__device__ __forceinline__ void leave_plan(const Args& a, int source, int base, int total, const int (&row)[kLaneChannels], int lane) {
+  int* plan = reinterpret_cast<int*>(a.plan) + plan_row(source, 0);
+#pragma unroll
+  for (int j = 0; j < kLaneChannels; ++j) plan[lane * kLaneChannels + j] = base + row[j];
+  if (lane == 0) plan[kChannels] = base + total;
+}
+__device__ __forceinline__ void tell_host(const Args& a, int rows) {
+  if (a.host_rows != 0) store_relaxed_sys(reinterpret_cast<u64*>(a.host_rows), u64(rows) + 1);
+}
+
+// By one warp of every block while others send; the first block's leaves the plan.
+__device__ __forceinline__ bool make_plan(const Args& a, Shared& sh, int lane) {
+  bool ok = await_intents(a, sh, lane);
+  int base = 0, row[kLaneChannels];
+  for (int source = 0; ok and source < a.ranks; ++source) {
+    int total = await_counts(a, sh, source, row, lane);
+    ok = total >= 0;
+    if (lane == 0) sh.base[source] = base;
+    if (ok and blockIdx.x == 0) leave_plan(a, source, base, total, row, lane);
+    base += total;
+  }
+  if (lane == 0) sh.base[a.ranks] = base;
+  if (ok and blockIdx.x == 0 and lane == 0) tell_host(a, base);
+  __syncwarp();
+  return ok;
+}
+
+// The record in the stage becomes rows; what combine needs of it goes to the call's own memory. Lane k for pick k.
+__device__ __forceinline__ void place(const Args& a, const Offsets& f, const Stage& stage, i64 record, int lane) {
+  bool has = lane < a.top_k;
+  int id = has ? stage.get<int>(f.ids + 4 * lane) : -1;
+  float weight = has ? stage.get<float>(f.weights + 4 * lane) : 0.f;
+  int each = int(a.local_experts), rank = id >= 0 ? owner(a, id) : -1;
+  u32 ranks = __reduce_or_sync(kFullWarp, rank >= 0 ? 1u << rank : 0);
+  bool mine = rank == a.rank;
+  int local = mine ? id - int(a.rank) * each : -1;
+  if (lane == 0)
+    reinterpret_cast<int*>(a.target)[record] =
+        __popc(ranks & below(int(a.rank))) * int(a.max_tokens) + stage.get<int>(f.source) % int(a.max_tokens);
+  int* counts = reinterpret_cast<int*>(a.counts);
+  i64 pick = record * a.top_k + lane;
+  if (not a.masked) {
+    if (lane == 0) bulk_store(a.rows + record * f.row, stage.at, f.row);
+    if (has) {
+      reinterpret_cast<int*>(a.out_ids)[pick] = local;
+      reinterpret_cast<float*>(a.out_weights)[pick] = mine ? weight : 0.f;
+    }
+    if (mine) atomicAdd(counts + local, 1);
+    for (int g = lane; g < f.words; g += 32)
+      reinterpret_cast<u32*>(a.scales)[record * f.words + g] = stage.get<u32>(f.scales + 4 * g);
+    return;
+  }
+  // A pick that repeats an earlier one takes no row; its weight joins the first one's.
+  u32 same = __match_any_sync(kFullWarp, local);
+  int capacity = int(a.ranks * a.max_tokens), at = 0;
+  bool first = mine and __ffs(same) - 1 == lane;
+  if (first) {
+    at = atomicAdd(counts + local, 1);
+    bulk_store(a.rows + (i64(local) * capacity + at) * f.row, stage.at, f.row);
+  }
+  float sum = 0.f;
+  for (int k = 0; k < a.top_k; ++k) {
+    float w = __shfl_sync(kFullWarp, weight, k);
+    if (same >> k & 1) sum += w;
+  }
+  if (has) {
+    reinterpret_cast<int*>(a.position)[pick] = first ? local * capacity + at : -1;
+    reinterpret_cast<float*>(a.pick_weight)[pick] = sum;
+  }
+  i64 column = i64(local) * f.words * a.scale_stride + at;
+  for (u32 left = f.words != 0 ? __ballot_sync(kFullWarp, first) : 0; left != 0; left &= left - 1) {
+    i64 to = __shfl_sync(kFullWarp, column, __ffs(left) - 1);
+    for (int g = lane; g < f.words; g += 32)
+      reinterpret_cast<u32*>(a.scales)[to + g * a.scale_stride] = stage.get<u32>(f.scales + 4 * g);
+  }
+}
+
+__device__ __forceinline__ void take(const Args& a, Shared& sh, Stage& stage, int source, int slot, int record, int lane) {
+  stage.load(segment(a, int(a.rank), source) + i64(slot) * sh.f.bytes, sh.f.bytes, lane);
+  stage.await();
+  place(a, sh.f, stage, record, lane);
+  bulk_commit();
+  bulk_await_read();
+}
+
+// The records of one source's channel, taken in turns by the warps that serve the source.
+__device__ __forceinline__ bool receive_channel(const Args& a, Shared& sh, Stage& stage, int source, int channel, int member,
+                                                int members, int lane) {
+  const i64 tails = source * kChannels + channel;
+  int row = sh.base[source], slot = sh.chunk[source] * channel, count = 0, arrived = 0;
+  bool ok = true;
+  for (int first = 0; first <= channel; first += 32) {   // records of the channels before
+    int at = first + lane, n = 0;
+    if (at <= channel) {
+      u64 word = wait_word(a, Op::kDispatch, source, a.stream_count, plan_row(source, at), sh.epoch, 0);
+      ok = word != 0;
+      n = int(signal_count(word));
+    }
+    count = __shfl_sync(kFullWarp, n, channel - first & 31);
+    row += __reduce_add_sync(kFullWarp, at < channel ? n : 0);
+    if (not __all_sync(kFullWarp, ok)) return false;
+  }
+  for (int k = member; k < count; k += members) {
+    if (k >= arrived) {
+      u64 tail = wait_word(a, Op::kDispatch, source, a.stream_tail, tails, sh.epoch, k + 1);
+      if (not __all_sync(kFullWarp, tail != 0)) return false;
+      arrived = int(__shfl_sync(kFullWarp, u32(signal_count(tail)), 0));
+    }
+    take(a, sh, stage, source, slot + k, row + k, lane);
+  }
+  return true;
+}
+
+// The same when everything is here, by the plan that ep_await left.
+__device__ __forceinline__ void take_channel(const Args& a, Shared& sh, Stage& stage, int source, int channel, int member,
+                                             int members, int lane) {
+  i64 at = lane < 2 ? plan_row(source, channel) + lane : plan_chunk(a.ranks, source);
+  int word = reinterpret_cast<const int*>(a.plan)[at];
+  int row = __shfl_sync(kFullWarp, word, 0), count = __shfl_sync(kFullWarp, word, 1) - row;
+  int slot = __shfl_sync(kFullWarp, word, 2) * channel;
+  for (int k = member; k < count; k += members) take(a, sh, stage, source, slot + k, row + k, lane);
+}
+
+template <bool kPlanned>
+__device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage, int warp, int lane) {
+  const int warps = int(a.receivers), groups = min(int(a.ranks), warps);
+  const int group = warp % groups, member = warp / groups, members = (warps - group + groups - 1) / groups;
+  for (int source = group; source < a.ranks; source += groups) {
+    const int channels = kPlanned ? int(kChannels) : sh.channels[source];
+    for (int channel = blockIdx.x; channel < channels; channel += gridDim.x) {
+      if (kPlanned) {
+        take_channel(a, sh, stage, source, channel, member, members, lane);
+      } else if (not receive_channel(a, sh, stage, source, channel, member, members, lane)) {
+        return false;
+      }
+    }
+  }
+  if (a.fill) {   // nobody knows the number of rows, so the ids behind the last one must say that there is nothing
+    int rows = kPlanned ? reinterpret_cast<const int*>(a.plan)[plan_row(a.ranks - 1, kChannels)] : sh.base[a.ranks];
+    i64 first = i64(rows) * a.top_k, last = a.ranks * a.max_tokens * a.top_k;
+    for (i64 i = first + (i64(blockIdx.x) * warps + warp) * 32 + lane; i < last; i += i64(gridDim.x) * warps * 32) {
+      reinterpret_cast<int*>(a.out_ids)[i] = -1;
+      reinterpret_cast<float*>(a.out_weights)[i] = 0.f;
+    }
+  }
+  return true;
+}
+
+}  // namespace ep
