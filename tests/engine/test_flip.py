@@ -90,6 +90,11 @@ class Control:
     def flip(self, role: str, mode: str) -> httpx.Response:
         return self._client.post(f"/v1/roles/{role}/mode", json={"mode": mode})
 
+    def apply(self, file: Path, *, restart: bool) -> httpx.Response:
+        headers = {"Content-Type": "application/yaml"}
+        query = {"restart": restart}
+        return self._client.post("/v1/deployment", content=file.read_bytes(), headers=headers, params=query, timeout=900)
+
     def role(self, name: str) -> Any:
         roles = self._client.get("/v1/status").raise_for_status().json()["roles"]
         return next(role for role in roles if role["role"] == name)
@@ -99,16 +104,28 @@ class Control:
 
 
 @pytest.fixture
-def state(served: Served, up: Callable[[Path], RunState], tmp_path: Path) -> RunState:
+def file(served: Served, tmp_path: Path) -> Path:
     file = write_deployment(tmp_path, served.checkpoint, "direct", "low_latency", break_combine=False)
+    edit(file, {"name": "flips", "control": {"key": KEY}})
+    return file
+
+
+def edit(file: Path, changes: dict[str, Any]) -> None:
+    """Set values at places like "router.hold"."""
     yaml = YAML(typ="safe")
+    yaml.representer.ignore_aliases = lambda _: True
     document = yaml.load(file)
-    document.update(name="flips", control={"key": KEY, "flip_timeout_s": 30})
+    for place, value in changes.items():
+        *path, key = place.split(".")
+        at = document
+        for part in path:
+            at = at[part]
+        at[key] = value
     yaml.dump(document, file)
-    return up(file)
 
 
-def test_flips_under_load(served: Served, state: RunState) -> None:
+def test_flips_under_load(served: Served, up: Callable[[Path], RunState], file: Path) -> None:
+    state = up(file)
     control = Control(state)
     started = time.monotonic()
     with Clients(state, served) as clients:
@@ -129,6 +146,7 @@ def test_flips_under_load(served: Served, state: RunState) -> None:
             due = started + SECONDS * (number + 1) / FLIPS
             time.sleep(max(0.0, due - time.monotonic()))
         answered = clients.right
+    print(f"{answered} answers in {time.monotonic() - started:.0f} s, wrong or lost: {len(clients.wrong)}")
     assert clients.wrong == [] and answered >= CLIENTS * FLIPS
     assert time.monotonic() - started >= SECONDS
     for role in CYCLES:
@@ -160,3 +178,24 @@ def test_flips_under_load(served: Served, state: RunState) -> None:
     now = control.role("decode")
     assert now["mode_executed"] == now["mode_desired"] == "hybrid" and not now["drift"]
     assert {rank["flip"]["flips"] for rank in now["ranks"]} == {FLIPS + 1}
+
+
+def test_roles_restart_one_by_one_while_requests_wait(served: Served, up: Callable[[Path], RunState], file: Path) -> None:
+    edit(file, {"router.hold": True})
+    state = up(file)
+    control = Control(state)
+    edit(file, {f"roles.{role}.args.max-num-seqs": 6 for role in CYCLES})
+    refused = control.apply(file, restart=False)
+    assert refused.status_code == 409
+    assert "roles.prefill.args.max-num-seqs: 8 -> 6 (restart)" in refused.json()["detail"]
+    before = {role: control.role(role)["ranks"][0]["pid"] for role in CYCLES}
+    with Clients(state, served) as clients:
+        clients.wait_for_more(CLIENTS)
+        answer = control.apply(file, restart=True)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["restarted"] == ["prefill", "decode"]
+        clients.wait_for_more(2 * CLIENTS)
+    print(f"{clients.right} answers, wrong or lost: {len(clients.wrong)}")
+    assert clients.wrong == []
+    for role, pid in before.items():
+        assert control.role(role)["ranks"][0]["pid"] != pid
