@@ -38,7 +38,7 @@ class ControlClient:
         roles, target = len(wanted.roles.items()), wanted.target
         limit = MARGIN_S + roles * wanted.control.flip_timeout_s
         if restart:
-            limit += 2 * roles * (target.start_timeout_s + target.stop_timeout_s)
+            limit += 2 * roles * (target.drain_timeout_s + target.stop_timeout_s + target.start_timeout_s)
         answer = self._ask(
             "POST",
             "/v1/deployment",

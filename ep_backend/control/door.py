@@ -63,14 +63,17 @@ class Door:
         query = scope["query_string"].decode()
         url = f"{target}{scope['raw_path'].decode()}{'?' if query else ''}{query}"
         headers = [(name, value) for name, value in scope["headers"] if name not in HOP_HEADERS]
+        started = False
         try:
             async with self._client.stream(scope["method"], url, headers=headers, content=body) as answer:
                 kept = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in HOP_HEADERS]
                 await send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
+                started = True
                 async for chunk in answer.aiter_raw():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except httpx.ConnectError as error:
-            return await _say(send, 502, f"{target} does not answer: {error}")
+        except httpx.HTTPError as error:
+            # A broken answer stays unfinished, and the server then breaks the connection.
+            return None if started else await _say(send, 502, f"{target} does not answer: {error}")
         await send({"type": "http.response.body", "body": b""})
 
 

@@ -248,6 +248,7 @@ class Target(Strict):
     namespaces: bool = Field(default=False, description="local: a role's launches in network namespaces, as nodes; needs root")
     start_timeout_s: float = Field(default=600.0, gt=0)
     stop_timeout_s: float = Field(default=20.0, gt=0)
+    drain_timeout_s: float = Field(default=300.0, gt=0, description="how long a restart waits for requests under way")
 
 
 class Deployment(Strict):

@@ -61,7 +61,8 @@ class Supervisor:
         self.stop_asked = threading.Event()
         self.engines: list[Instance] = []
         target = deployment.target
-        self.door = Door(2 * (target.start_timeout_s + target.stop_timeout_s)) if router.hold else None
+        patience = 2 * (target.drain_timeout_s + target.stop_timeout_s + target.start_timeout_s)
+        self.door = Door(patience) if router.hold else None
         self.restarts: SimpleQueue[tuple[RoleName, Deployment, Future[None]]] = SimpleQueue()
         self.state = RunState(
             name=deployment.name,
@@ -166,7 +167,7 @@ class Supervisor:
         if self.door is None:
             return
         self.door.target = None
-        deadline = time.monotonic() + self.deployment.target.stop_timeout_s
+        deadline = time.monotonic() + self.deployment.target.drain_timeout_s
         while self.door.inside and time.monotonic() < deadline:
             self._wait_a_moment()
 

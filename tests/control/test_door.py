@@ -28,6 +28,11 @@ class Router:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 if self.path == "/stream":
                     return self.stream()
+                if self.path == "/broken":
+                    self.send_response(200)
+                    self.send_header("Content-Length", "100")
+                    self.end_headers()
+                    return None
                 self.send_response(418)
                 self.send_header("X-Asked", f"{self.path} {self.headers['X-Mine']}")
                 self.send_header("Content-Length", str(len(body)))
@@ -105,6 +110,13 @@ def test_words_pass_as_they_come(door: Door, url: str, router: Router) -> None:
         return router.cut.is_set()
 
     wait_for(cut)
+
+
+def test_a_broken_answer_breaks_off(door: Door, url: str, router: Router) -> None:
+    door.target = router.url
+    with pytest.raises(httpx.RemoteProtocolError):
+        httpx.post(f"{url}/broken", content=b"x", timeout=20)
+    assert door.inside == 0
 
 
 def test_everybody_waits_while_it_is_closed(door: Door, url: str, router: Router) -> None:
