@@ -73,7 +73,7 @@ class Clients:
             **{"model": self._state.served_name, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0},
             **{"ignore_eos": True, "return_token_ids": True, "stream": True},
         }
-        with httpx.stream("POST", f"{self._state.url}/v1/completions", json=body, timeout=300) as response:
+        with httpx.stream("POST", f"{self._state.url}/v1/completions", json=body, timeout=900) as response:
             response.raise_for_status()
             for line in response.iter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
