@@ -318,7 +318,8 @@ class EpBuffer:
         masked: ``y`` [e, R x max_tokens, H], one unweighted row per (token, expert); combine weights and sums. Rows at and
         beyond a count are not read. A token without experts gets zeros.
 
-        Returns [T, H] in y's dtype; with ``return_hook`` (out, hook), with ``async_finish`` (out, event).
+        Returns [T, H] in y's dtype; with ``return_hook`` (out, hook), with ``async_finish`` (out, event). ``out`` may be part
+        of y.
         Each partial sum that leaves a rank is rounded once to y's dtype, then the result.
         """
         self._check_alive()
@@ -340,13 +341,17 @@ class EpBuffer:
         elif out.shape != shape or out.dtype != y.dtype or out.device != y.device or not out.is_contiguous():
             raise ValueError(f"out is {_describe(out)}; combine writes a contiguous {list(shape)} {y.dtype} on {y.device}")
         result = out
+        # Sums are written while other rows of y are still read, so they need memory of their own.
+        total = torch.empty_like(out) if _share_memory(out, y) else out
         call.split = return_hook
         self._run(state, lambda: self._fabric.start_combine(call, y))
 
         def finish() -> None:
             if state.call is not call or state.pending not in ("combine", "combine hook"):
                 raise RuntimeError("this combine hook has already run")
-            self._run(state, lambda: self._fabric.finish_combine(call, result))
+            self._run(state, lambda: self._fabric.finish_combine(call, total))
+            if total is not result:
+                result.copy_(total)
             state.call = state.pending = None
 
         if return_hook:
@@ -566,6 +571,10 @@ class EpBuffer:
         if y.shape != received.rows.shape:
             raise ValueError(f"y has shape {list(y.shape)}; this dispatch returned {list(received.rows.shape)}")
         return y.contiguous()
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and a.numel() > 0
 
 
 def _describe(t: torch.Tensor) -> str:

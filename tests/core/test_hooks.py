@@ -218,3 +218,26 @@ def repeated_without_tokens(world: World) -> None:
 
 def test_a_repeated_dispatch_waits_for_ranks_without_tokens(ranks: Any) -> None:
     ranks(3).run(repeated_without_tokens)
+
+
+def answered_in_place(world: World, mode: str, hook: bool) -> None:
+    buffer = world.buffer()
+    r = Round(world, buffer, oracle.make_case(3, [9, 4]), mode, layout="compact", hook=hook)
+    r.dispatch()
+    r.receive()
+    y = oracle.run_experts(r.case, world.rank, r.got, layout=r.layout, payload=r.payload)
+    tokens = len(r.case.x[world.rank])
+    both = torch.empty(max(len(y), tokens), y.shape[1], dtype=y.dtype, device=y.device)
+    both[: len(y)] = y
+    answer = buffer.combine(both[: len(y)], r.got.handle, out=both[:tokens], return_hook=hook)
+    r.out, r._finish = answer if hook else (answer, None)
+    r.collect()
+    assert r.out is not None and r.out.data_ptr() == both.data_ptr()
+
+
+@pytest.mark.parametrize("hook", [False, True], ids=["whole", "hooks"])
+@pytest.mark.parametrize("mode", HOOKED)
+def test_out_may_be_part_of_y(ranks: Any, fabric: str, mode: str, hook: bool) -> None:
+    if mode not in modes(fabric):
+        pytest.skip("the fabric has no such mode yet")
+    ranks(2, fabric).run(answered_in_place, mode, hook)
