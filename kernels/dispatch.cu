@@ -108,3 +108,41 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_await(const __g
   allow_next();
   await_previous();   // the sending kernel: whoever follows this kernel follows that one too
 }
+
+// Everything is here: gives every first pick of an expert its masked row, in order of source and token, a warp an expert.
+// For callers who want the same order from run to run.
+extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_order(const __grid_constant__ ep::Args a) {
+  using namespace ep;
+  await_previous();   // ep_await
+  if (failed(a)) return;
+  const int lane = threadIdx.x % 32, warps = blockDim.x / 32, capacity = int(a.ranks * a.max_tokens), top_k = int(a.top_k);
+  const Record f = record(Payload(a.payload), a.hidden, a.top_k);
+  const int* plan = reinterpret_cast<const int*>(a.plan);
+  for (int expert = blockIdx.x * warps + threadIdx.x / 32; expert < a.local_experts; expert += gridDim.x * warps) {
+    const int id = int(a.rank * a.local_experts) + expert;
+    auto first_pick = [&](u64 from) {
+      for (int k = 0; k < top_k; ++k)
+        if (reinterpret_cast<const volatile int*>(from + f.ids)[k] == id) return k;
+      return -1;
+    };
+    int total = 0;
+    for (int source = 0; source < a.ranks; ++source)
+      for (int base = 0; base < kChannels; base += 32) {
+        int channel = base + lane, row = plan[plan_row(source, channel)], count = plan[plan_row(source, channel) + 1] - row, hits = 0;
+        u64 from = segment(a, int(a.rank), source) + i64(plan[plan_chunk(a.ranks, source)]) * channel * f.bytes;
+        for (int k = 0; k < count; ++k) hits += first_pick(from + k * f.bytes) >= 0;
+        int up_to = hits;
+        for (int d = 1; d < 32; d *= 2) {
+          int left = __shfl_up_sync(kFullWarp, up_to, d);
+          if (lane >= d) up_to += left;
+        }
+        int at = total + up_to - hits;
+        for (int k = 0; k < count; ++k) {
+          int pick = first_pick(from + k * f.bytes);
+          if (pick >= 0) reinterpret_cast<int*>(a.position)[i64(row + k) * top_k + pick] = expert * capacity + at++;
+        }
+        total += __shfl_sync(kFullWarp, up_to, 31);
+      }
+    if (lane == 0) reinterpret_cast<int*>(a.counts)[expert] = total;
+  }
+}

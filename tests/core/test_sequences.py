@@ -167,7 +167,10 @@ def one_busy_rank(world: World, rounds: int) -> None:
     """Only rank 0 has tokens, all for experts 0 and 1: the same answer every time."""
     tokens = [1024] + [0] * (world.size - 1)
     with world.make(
-        top_k=2, max_tokens=dict.fromkeys(modes(world.fabric), 1024), payloads=("bf16",)
+        top_k=2,
+        max_tokens=dict.fromkeys(modes(world.fabric), 1024),
+        payloads=("bf16",),
+        deterministic=True,  # the answer to the first round is given to all
     ) as buffer:
         case = oracle.make_case(1, tokens, top_k=2)
         for ids in case.ids:

@@ -17,7 +17,7 @@ from ep_backend.errors import EpDisagree, EpError, EpFailed, EpTimeout, WaitReco
 from ep_backend.fabric.base import Call, Received
 from ep_backend.fabric.meeting import Meeting
 from ep_backend.fabric.nvshmem import launch, world
-from ep_backend.fabric.nvshmem.launch import MOST_WARPS, STAGE_BYTES, Args, Kernel, Launch, Roles
+from ep_backend.fabric.nvshmem.launch import MOST_WARPS, STAGE_BYTES, Args, Launch, Roles
 from ep_backend.layout import Payload
 from ep_backend.modes import Layout, Mode
 from ep_backend.stats import BufferStats
@@ -27,11 +27,6 @@ log = logging.getLogger(__name__)
 SMS = 24  # multiprocessors of every kernel that waits for a peer, unless the call says otherwise
 SMALL = 512  # tokens up to which sending, waiting and placing are kernels of their own; beyond, one does all at once
 OPS = ("dispatch", "combine")
-KERNELS = {
-    "dispatch": ("dispatch", "send", "await", "place"),
-    "combine": ("combine",),
-    "per_expert": ("expert_send", "expert_await", "expert_place", "expert_return", "expert_sum"),
-}
 TIMEOUT, DISAGREE, ABORT, BAD_ID = 1, 2, 3, 4  # Fault of args.h
 MODES = {Mode.DIRECT, Mode.LOW_LATENCY}
 _DTYPES = {Payload.BF16: torch.bfloat16, Payload.FP8: torch.float8_e4m3fn, Payload.FP8_UE8M0: torch.float8_e4m3fn}
@@ -74,7 +69,7 @@ class NvshmemFabric:
         self._meeting = meeting
         torch.cuda.synchronize()
         self.world = world.join(meeting, self.device, self.allocated_bytes)
-        self._kernels = {name: Kernel(image, f"ep_{name}", self.device) for image, names in KERNELS.items() for name in names}
+        self._kernels = launch.kernels(self.device)
         # Kernels that wait for peers get so few blocks that those of all lanes are resident together, in any order.
         multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._most_blocks = min(multiprocessors, layout.CHANNELS)
@@ -211,7 +206,7 @@ class NvshmemFabric:
             self._seen[host_rows] = 0
         channels = self._channels(call)
         values = (
-            *(int(masked), int(_casts(call)), int(call.ids.dtype == torch.int64), call.tokens),
+            *(int(masked), int(_casts(call)), int(call.ids.dtype == torch.int64), int(self._ordered(call)), call.tokens),
             *(call.x.data_ptr(), _address(call.scales), call.ids.data_ptr(), call.weights.data_ptr()),
             *(rows.data_ptr(), _address(scales), _address(ids), _address(weights), counts.data_ptr(), stride),
             *(int(not masked and not waits), self._host.data_ptr() + 8 * host_rows if waits else 0),
@@ -241,6 +236,10 @@ class NvshmemFabric:
     def _blocks(self, call: Call, most: int, default: int) -> int:
         return max(1, min(default if call.sms is None else call.sms, most))
 
+    def _ordered(self, call: Call) -> bool:
+        """Masked rows in order of source and token, which can be given only when all have arrived."""
+        return self.config.deterministic and call.layout is Layout.MASKED and not self._per_expert(call)
+
     def _channels(self, call: Call) -> int:
         """Blocks of the kernel that sends."""
         if call.tokens > SMALL:
@@ -253,7 +252,7 @@ class NvshmemFabric:
         # The cast takes 512 channels at a time and leaves its scales behind the row.
         step, scales = (1024, layout.align_up(hidden // 32, 16)) if cast else (16, 0)
         record = layout.record(call.payload, hidden, self.shape.top_k).bytes
-        if call.tokens > SMALL:
+        if call.tokens > SMALL and not self._ordered(call):
             # Bulk copies of one multiprocessor reach about 50 GB/s, and the receivers need that: casts read rows themselves.
             parts = 1
             sent = layout.align_up(scales, 128) if cast else _run(row, step, parts)
@@ -282,10 +281,12 @@ class NvshmemFabric:
             result.append(Launch("send", blocks, senders + 1, Roles(senders, send_stage=sent, send_parts=parts)))
         if receive:
             result.append(Launch("await", 1, self.shape.ranks, Roles(), early=send))
+            if self._ordered(call):
+                result.append(Launch("order", self._blocks(call, self._most_blocks, self._most_blocks), 4, Roles(), early=True))
             warps = min(4, STAGE_BYTES // record)
             roles = Roles(receivers=warps, receive_stage=record)
             blocks = self._blocks(call, self._most_blocks, self._most_blocks)
-            result.append(Launch("place", blocks, warps, roles, early=True))
+            result.append(Launch("place", blocks, warps, roles, early=not self._ordered(call)))
         return tuple(result)
 
     def _combine_launches(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +17,11 @@ from ep_backend.fabric.nvshmem.world import check, driver
 MAX_RANKS = 32
 MOST_WARPS = 32  # of a block
 STAGE_BYTES = 224 << 10  # shared memory that a block's warps share for bulk copies
+IMAGE_KERNELS = {
+    "dispatch": ("dispatch", "send", "await", "order", "place"),
+    "combine": ("combine",),
+    "per_expert": ("expert_send", "expert_await", "expert_place", "expert_return", "expert_sum"),
+}
 IMAGES = Path(__file__).resolve().parents[2] / "images"
 
 # Fields of Args behind heap[MAX_RANKS], in order, 64 bits each. LANE ones are the same for every call of a lane and mode.
@@ -26,7 +32,7 @@ LANE = (
     *("slots", "slot_segment", "area", "area_segment", "payload", "signature", "agreed"),
 )
 CALL = (
-    *("masked", "cast", "ids64", "tokens", "x", "scales_in", "ids", "weights"),
+    *("masked", "cast", "ids64", "ordered", "tokens", "x", "scales_in", "ids", "weights"),
     *("rows", "scales", "out_ids", "out_weights", "counts", "scale_stride", "fill", "host_rows"),
     *("plan", "target", "position", "pick_weight", "channels", "chunk", "y", "out"),
     *("senders", "receive_from", "receivers", "send_stage", "receive_stage", "receive_at"),
@@ -70,18 +76,6 @@ class Roles(NamedTuple):
         return max(self.senders * self.send_stage, self.receive_at + self.receivers * self.receive_stage)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Launch:
-    """One kernel of an operation. ``early``: it may start before the one in front of it has ended."""
-
-    kernel: str
-    blocks: int
-    warps: int
-    roles: Roles
-    early: bool = False
-    ends: bool = False  # the lane's round
-
-
 class _Attribute(ctypes.Structure):
     """CUlaunchAttribute: the value is a union of 64 bytes."""
 
@@ -104,31 +98,52 @@ class _Config(ctypes.Structure):
 _EARLY = _Attribute(6, 0, (ctypes.c_int * 16)(1))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
+@dataclass(slots=True, eq=False)
+class Launch:
+    """One kernel of an operation. ``early``: it may start before the one in front of it has ended."""
+
+    kernel: str
+    blocks: int
+    warps: int
+    roles: Roles
+    early: bool = False
+    ends: bool = False  # the lane's round
+    config: _Config = field(init=False)
+
+    def __post_init__(self) -> None:
+        one = ctypes.c_uint * 3
+        early = ctypes.pointer(_EARLY) if self.early else None
+        block, shared = one(32 * self.warps, 1, 1), self.roles.shared_bytes
+        self.config = _Config(one(self.blocks, 1, 1), block, shared, None, early, self.early)
+
+
 class Kernel:
     """One entry point of one image, ready to be launched (also in a capture). Launched by ctypes: the bindings' conversion of
     the configuration takes several times as long as the launch."""
 
-    def __init__(self, image: str, name: str, device: torch.device) -> None:
+    def __init__(self, library: Any, name: str) -> None:
         api = driver()
-        library = check(api.cuLibraryLoadData(_find(image, device).read_bytes(), [], [], 0, [], [], 0))
         function = check(api.cuKernelGetFunction(check(api.cuLibraryGetKernel(library, name.encode()))))
         attribute = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(api.cuFuncSetAttribute(function, attribute, STAGE_BYTES))
         self._function = ctypes.c_void_p(int(function))
         self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-        self._configs: dict[Launch, _Config] = {}
 
     def launch(self, how: Launch, args: Args, stream: int) -> None:
-        config = self._configs.get(how) or self._configs.setdefault(how, self._config(how))
-        config.stream = stream
-        status = self._launch(ctypes.byref(config), self._function, args.parameters, None)
+        how.config.stream = stream
+        status = self._launch(ctypes.byref(how.config), self._function, args.parameters, None)
         if status != 0:
             raise EpError(f"launch of {how.kernel} failed with CUDA error {status}")
 
-    def _config(self, how: Launch) -> _Config:
-        one = ctypes.c_uint * 3
-        early = ctypes.pointer(_EARLY) if how.early else None
-        return _Config(one(how.blocks, 1, 1), one(32 * how.warps, 1, 1), how.roles.shared_bytes, None, early, how.early)
+
+@functools.cache  # for the life of the process: buffers come and go
+def kernels(device: torch.device) -> dict[str, Kernel]:
+    """Every kernel by name, loaded for this device."""
+    found = {}
+    for image, names in IMAGE_KERNELS.items():
+        library = check(driver().cuLibraryLoadData(_find(image, device).read_bytes(), [], [], 0, [], [], 0))
+        found.update({name: Kernel(library, f"ep_{name}") for name in names})
+    return found
 
 
 def _find(image: str, device: torch.device) -> Path:

@@ -37,6 +37,7 @@ struct Args {
 
   // The call.
   i64 masked, cast, ids64;
+  i64 ordered;           // masked: ep_order has given rows to picks, in order of source and token; else first come, first served
   i64 tokens;
   u64 x, scales_in, ids, weights;
   u64 rows, scales, out_ids, out_weights, counts;

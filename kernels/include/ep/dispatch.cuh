@@ -380,7 +380,7 @@ __device__ __forceinline__ void place(const Args& a, const Offsets& f, const Sta
   int capacity = int(a.ranks * a.max_tokens), at = 0;
   bool first = mine and __ffs(same) - 1 == lane;
   if (first) {
-    at = atomicAdd(counts + local, 1);
+    at = a.ordered ? reinterpret_cast<const int*>(a.position)[pick] - local * capacity : atomicAdd(counts + local, 1);
     bulk_store(a.rows + (i64(local) * capacity + at) * f.row, stage.at, f.row);
   }
   float sum = 0.f;
