@@ -83,7 +83,7 @@ __device__ __forceinline__ void publish(const Args& a, Shared& sh, int channel, 
   if (r.count != 0) {
     i64 at = stat_mode(a.ranks, a.mode) + 2 * a.ranks + lane;
     add_stat(a, at, r.count);
-    add_stat(a, at + a.ranks, lane == a.rank and not a.masked ? 0 : u64(r.count) * combine_record_bytes(Payload(a.payload), a.hidden));
+    add_stat(a, at + a.ranks, lane == a.rank and a.stays ? 0 : u64(r.count) * combine_record_bytes(Payload(a.payload), a.hidden));
   }
 }
 
@@ -103,7 +103,7 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, in
       for (u32 unit = warp; unit < u.total(); unit += workers) {
         u32 pair = unit / u.parts, source = pair % u.ranks, k = pair / u.ranks;
         int count = __shfl_sync(kFullWarp, r.count, source), row = __shfl_sync(kFullWarp, r.row, source) + k;
-        bool stays = source == a.rank and not a.masked;
+        bool stays = source == a.rank and a.stays;
         if (k < count and not stays) return_row(a, stage, source, row, int(unit % u.parts), lane);
         sh.progress.finish(warp, ++done, lane);
       }
@@ -131,11 +131,11 @@ __device__ __forceinline__ Mine receivers_part(const Args& a, int warp) {
 }
 
 // Sum the tokens of this block's channels. Copy j of a token is that of the j-th rank that got it; this rank's own compact
-// rows never leave `y`.
+// rows need not leave `y`, unless the caller may overwrite it before they are summed.
 __device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage, const Mine& m, u32 to, int lane) {
   const int groups = int(a.receive_groups), workers = m.workers, parts = int(a.receive_parts);
   const int channels = int(a.channels);
-  const bool peer = lane < a.ranks, own = lane == a.rank and not a.masked;
+  const bool peer = lane < a.ranks, own = lane == a.rank and a.stays;
   const i64 row_bytes = combine_record_bytes(Payload(a.payload), a.hidden);
   for (int channel = m.channel; channel < channels; channel += gridDim.x * groups) {
     Range mine = channel_tokens(a, channel);

@@ -162,12 +162,12 @@ class NvshmemFabric:
         state: _State = call.state
         state.y = y
         if call.split:
-            self._launch("combine", call, state, self._answer(state, y, None), send=True, receive=False)
+            self._launch("combine", call, state, self._answer(call, y, None), send=True, receive=False)
 
     def finish_combine(self, call: Call, out: torch.Tensor) -> None:
         state: _State = call.state
         assert state.y is not None
-        answer = self._answer(state, state.y, out)
+        answer = self._answer(call, state.y, out)
         self._launch("combine", call, state, answer, send=not call.split, receive=True)
         state.y = None
 
@@ -214,10 +214,13 @@ class NvshmemFabric:
         )
         received = Received(rows, scales, ids, weights, counts, None)
         args = self._args[call.lane, call.mode, call.layout, call.payload]
-        return _State(args, received, (*values, 0, 0), (records, rows))
+        return _State(args, received, (*values, 0, 0, 0), (records, rows))
 
-    def _answer(self, state: _State, y: torch.Tensor, out: torch.Tensor | None) -> tuple[int, ...]:
-        return (*state.dispatch[:-2], y.data_ptr(), _address(out))
+    def _answer(self, call: Call, y: torch.Tensor, out: torch.Tensor | None) -> tuple[int, ...]:
+        state: _State = call.state
+        # Between the phases of a split call the caller may use y's memory for something else.
+        stays = call.layout is Layout.COMPACT and not call.split
+        return (*state.dispatch[:-3], int(stays), y.data_ptr(), _address(out))
 
     def _launch(self, op: str, call: Call, state: _State, values: tuple[int, ...], *, send: bool, receive: bool) -> None:
         tokens = min(call.tokens, SMALL + 1)  # beyond, launches do not depend on it

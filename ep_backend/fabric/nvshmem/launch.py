@@ -34,7 +34,7 @@ LANE = (
 CALL = (
     *("masked", "cast", "ids64", "ordered", "tokens", "x", "scales_in", "ids", "weights"),
     *("rows", "scales", "out_ids", "out_weights", "counts", "scale_stride", "fill", "host_rows"),
-    *("plan", "target", "position", "pick_weight", "channels", "chunk", "y", "out"),
+    *("plan", "target", "position", "pick_weight", "channels", "chunk", "stays", "y", "out"),
     *("senders", "receive_from", "receivers", "send_stage", "receive_stage", "receive_at"),
     *("send_parts", "receive_parts", "receive_groups", "staged", "advance"),
 )

@@ -49,6 +49,7 @@ struct Args {
   u64 position;          // i32 [R x max_tokens][K]: by received record and pick, the masked row or -1
   u64 pick_weight;       // f32 likewise
   i64 channels, chunk;   // this rank's dispatch: its blocks, and tokens of each
+  i64 stays;             // combine: this rank's own compact rows are read from y when they are summed
   u64 y, out;
 
   // The launch. Warps [0, senders) send and the next one publishes; warps [receive_from, + receivers) receive.
