@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ep_backend.bench import cli as bench
 from ep_backend.cli import modes, planning
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ File = Annotated[Path, typer.Argument(help="the deployment file", show_default=F
 
 planning.register(app)
 modes.register(app)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
