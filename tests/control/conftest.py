@@ -31,7 +31,7 @@ roles:
   decode:
     data_parallel: 2
     ep: {mode: low_latency, max_tokens: 2048}
-control: {key: correct horse, flip_timeout_s: 3}
+control: {key: correct horse, flip_timeout_s: 40}
 """
 
 
@@ -62,15 +62,15 @@ class Service:
 def service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
     """``service(prefill=instance, decode=instance)``; a role without one has agents that nobody answers for."""
     with ExitStack() as stack:
-        yield lambda **roles: stack.enter_context(_running(tmp_path, roles))
+        yield lambda file=FILE, **roles: stack.enter_context(_running(tmp_path, file, roles))
 
 
 @contextmanager
-def _running(folder: Path, roles: dict[str, Instance]) -> Iterator[Service]:
+def _running(folder: Path, text: str, roles: dict[str, Instance]) -> Iterator[Service]:
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps({"n_routed_experts": 16}))
     file = folder / "deployment.yaml"
-    file.write_text(FILE)
+    file.write_text(text)
     loaded = load(file)
     instances = []
     for name, _ in loaded.deployment.roles.items():

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.control.conftest import Service
+from tests.control.conftest import FILE, Service
 from tests.control.instance import Instance, Step, instance
 
 StartService = Callable[..., Service]
+IMPATIENT = FILE.replace("flip_timeout_s: 40", "flip_timeout_s: 4")
 PAIRS = {"prefill": ("direct", "normal"), "decode": ("low_latency", "hybrid")}
 
 
@@ -101,7 +102,7 @@ def test_a_stopped_rank_fails_the_flip_in_time_and_changes_nothing(ranks: Any, s
 
 def test_without_steps_the_flip_is_abandoned(ranks: Any, service: StartService, tmp_path: Path) -> None:
     with instance(ranks(2), "prefill", "direct", tmp_path / "stop", busy=False) as ran:
-        control = service(prefill=Instance(ran.agents, "http://127.0.0.1:9"))
+        control = service(IMPATIENT, prefill=Instance(ran.agents, "http://127.0.0.1:9"))
         answer = control.flip("prefill", "normal")
         assert answer.status_code == 504
         for rank in (0, 1):
@@ -113,7 +114,7 @@ def test_without_steps_the_flip_is_abandoned(ranks: Any, service: StartService, 
 
 def test_one_change_at_a_time(ranks: Any, service: StartService, tmp_path: Path) -> None:
     with instance(ranks(2), "prefill", "direct", tmp_path / "stop", busy=False) as ran, ThreadPoolExecutor(1) as thread:
-        control = service(prefill=Instance(ran.agents, "http://127.0.0.1:9"))
+        control = service(IMPATIENT, prefill=Instance(ran.agents, "http://127.0.0.1:9"))
         slow = thread.submit(control.flip, "prefill", "normal")
         deadline = time.monotonic() + 10
         while not (pending := control.role("prefill")["pending"]):

@@ -25,7 +25,7 @@ def scraped(ranks: Any, service: Callable[..., Service], tmp_path: Path) -> Iter
     """A service whose two prefill ranks have run both modes; decode has none."""
     with instance(ranks(2), "prefill", "direct", tmp_path / "stop", busy=False) as prefill:
         control = service(prefill=prefill)
-        httpx.post(f"{prefill.url}/v1/completions", json={})
+        httpx.post(f"{prefill.url}/v1/completions", json={}, timeout=60)
         assert control.flip("prefill", "normal").json()["outcome"] == "applied"
         yield control, prefill
 
@@ -81,7 +81,7 @@ def test_values_are_the_ranks_own(scraped: tuple[Service, Instance]) -> None:
     drift = {s.labels["class"]: s.value for s in found["ep_backend_config_drift"].samples}
     assert drift == {"file": 1, "rank": 1}  # the file still says direct; decode's rank does not answer
 
-    own = families(httpx.get(f"{prefill.agents[1]}/metrics").text)
+    own = families(httpx.get(f"{prefill.agents[1]}/metrics", timeout=60).text)
     assert set(found) - set(own) == {"ep_backend_flips", "ep_backend_config_drift"}
     assert {s.labels["ep_rank"] for family in own.values() for s in family.samples} == {"1"}
 

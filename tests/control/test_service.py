@@ -40,7 +40,7 @@ def test_every_route_wants_the_key(service: StartService, key: str | None) -> No
     paths = {path for path in control.client.get("/openapi.json").json()["paths"]}
     assert paths == {path.replace("prefill", "{role}") for _, path in ROUTES}
     for method, path in ROUTES:
-        answer = httpx.request(method, f"{control.client.base_url}{path}", headers=headers)
+        answer = httpx.request(method, f"{control.client.base_url}{path}", headers=headers, timeout=60)
         assert answer.status_code == 401, (path, answer.text)
         assert "Authorization: Bearer KEY" in answer.text
     assert not control.audit.exists()
