@@ -8,7 +8,7 @@ python3 -c "
 import torch, nvshmem, cuda.core, nvshmem.core as c
 print(torch.__version__, torch.cuda.get_device_name(0), torch.cuda.device_count(), nvshmem.__version__, cuda.core.__version__, c.get_version())"
 if [ -n "${1:-}" ]; then
-  timeout ${TEST_S:-240} python3 -m pytest -q -x -p no:cacheprovider tests/core -m gpu -k "$1" 2>&1 | tail -${TAIL:-40}
+  timeout ${TEST_S:-240} python3 -m pytest -q -p no:cacheprovider tests/core tests/kernels -m gpu --timeout 60 -k "$1" 2>&1 | tail -${TAIL:-40}
 fi
 if [ -n "${2:-}" ]; then
   timeout ${BENCH_S:-200} python3 -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m ep_backend.bench.worker \

@@ -19,6 +19,7 @@ def builder() -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a busy machine compiles slowly
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_images_compile_and_the_hot_ones_are_lean(
     builder: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
