@@ -97,7 +97,7 @@ struct Words {
   i64 returned;         // [R]      by rank: its combine rows are here, and my dispatch slots there are free
   i64 stream_count;     // [R][128+1] by source rank and channel: records it will bring; last, the tokens of one channel
   i64 stream_tail;      // [R][128] by source rank and channel: records written so far (direct, low_latency on CUDA)
-  i64 stream_returned;  // [R][64]  by rank and my channel: combine rows written so far
+  i64 stream_returned;  // [R][128] by rank and my channel: combine rows written so far
   i64 rail_tail;        // [N][C]   by source node and channel: records written so far (hybrid)
   i64 rail_total;       // [N][C]   by source node and channel: records there will be (hybrid)
   i64 relay_returned;   // [N][G]   by source node and GPU of my node: its partial sums are here (hybrid)
