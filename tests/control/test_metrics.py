@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,19 @@ def scraped(ranks: Any, service: Callable[..., Service], tmp_path: Path) -> Iter
     with instance(ranks(2), "prefill", "direct", tmp_path / "stop", busy=False) as prefill:
         control = service(prefill=prefill)
         httpx.post(f"{prefill.url}/v1/completions", json={}, timeout=60)
-        assert control.flip("prefill", "normal").json()["outcome"] == "applied"
+        flip_and_rest(control, "normal")
         yield control, prefill
+
+
+def flip_and_rest(control: Service, mode: str) -> None:
+    """Returns when the steps that the flip asked for are over: then counters stand still."""
+    assert control.flip("prefill", mode).json()["outcome"] == "applied"
+    combines: list[int] = []
+    deadline = time.monotonic() + 60
+    while len(combines) < 5 or len(set(combines[-5:])) > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+        combines.append(sum(m["combines"] for rank in control.role("prefill")["ranks"] for m in rank["modes"].values()))
 
 
 def families(text: str) -> dict[str, Metric]:
@@ -89,7 +101,7 @@ def test_values_are_the_ranks_own(scraped: tuple[Service, Instance]) -> None:
 def test_no_label_grows_with_experts_or_time(scraped: tuple[Service, Instance]) -> None:
     control, _ = scraped
     before = series(control.client.get("/metrics").text)
-    assert control.flip("prefill", "direct").json()["outcome"] == "applied"
+    flip_and_rest(control, "direct")
     after = series(control.client.get("/metrics").text)
     del before["ep_backend_mode_info"], after["ep_backend_mode_info"]
     assert before == after
