@@ -242,10 +242,12 @@ class Supervisor:
                 raise InstanceFailed(instance, f"lost a rank (process {pid} is gone)")
 
     def _stop(self) -> None:
-        self._enter("stopping")
-        stop_sessions(self._leaders(), self.shared, self.deployment.target.stop_timeout_s)
-        for child in self.children:
-            child.poll()
+        try:
+            self._enter("stopping")
+        finally:
+            stop_sessions(self._leaders(), self.shared, self.deployment.target.stop_timeout_s)
+            for child in self.children:
+                child.poll()
 
     def _leaders(self) -> list[int]:
         return [child.pid for child in self.children]
@@ -256,7 +258,9 @@ class Supervisor:
 
     def _changed(self) -> None:
         write_state(self.state)
-        self.on_change(self.state)
+        # The terminal or pipe may be gone; what runs is served, and stopped, all the same.
+        with contextlib.suppress(OSError):
+            self.on_change(self.state)
 
 
 def _answers(url: str) -> bool:

@@ -86,6 +86,17 @@ def test_ctrl_c_leaves_nothing(workplace: Workplace) -> None:
     assert_nothing_left(workplace, leaders)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_closed_terminal_leaves_nothing(workplace: Workplace, number: signal.Signals) -> None:
+    child = start_foreground(workplace)
+    leaders = sessions(workplace)
+    assert child.stdout is not None
+    child.stdout.close()
+    child.send_signal(number)
+    child.wait(timeout=60)
+    assert_nothing_left(workplace, leaders)
+
+
 def test_ctrl_c_while_loading_leaves_nothing(workplace: Workplace) -> None:
     child = workplace.start("up", str(workplace.file))
     state = workplace.folder / ".ep" / "run" / workplace.folder.name / "state.json"
