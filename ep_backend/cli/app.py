@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def fail(error: Exception) -> typer.Exit:
-    print(f"ep-backend: {error}", file=sys.stderr)
+    print(f"ep-backend: {str(error).removeprefix('ep-backend: ')}", file=sys.stderr)
     return typer.Exit(1)
 
 
@@ -72,11 +72,11 @@ def up(
 def down(file: File) -> None:
     """Stop a deployment and remove what it left in shared memory."""
     from ep_backend.deployment import commands
-    from ep_backend.deployment.load import load
+    from ep_backend.deployment.load import name_in
     from ep_backend.deployment.problems import DeploymentError
 
     try:
-        name = load(file).deployment.name
+        name = name_in(file)
     except DeploymentError as error:
         raise fail(error) from None
     print(f"{name} is down" if commands.down(name) else f"{name} was not running")
@@ -90,12 +90,12 @@ def status(
     """Show what every rank's buffer did: the mode desired and executed, calls, records and bytes per path."""
     from ep_backend.control.client import ControlClient, ControlFailed
     from ep_backend.deployment import commands
-    from ep_backend.deployment.load import load
+    from ep_backend.deployment.load import name_in
     from ep_backend.deployment.problems import DeploymentError
     from ep_backend.deployment.view import print_status
 
     try:
-        state = commands.running(load(file).deployment.name)
+        state = commands.running(name_in(file))
         with ControlClient(state) as control:
             now = control.status()
     except (DeploymentError, commands.NotRunning, ControlFailed) as error:
@@ -139,11 +139,11 @@ def ask(
     """Send one prompt through the deployment's router and print the answer."""
     from ep_backend.control.client import ControlClient, ControlFailed
     from ep_backend.deployment import commands
-    from ep_backend.deployment.load import load
+    from ep_backend.deployment.load import name_in
     from ep_backend.deployment.problems import DeploymentError
 
     try:
-        with ControlClient(commands.running(load(file).deployment.name)) as control:
+        with ControlClient(commands.running(name_in(file))) as control:
             print(control.ask(prompt, max_tokens))
     except ControlFailed as error:
         raise fail(RuntimeError(f"no answer: {error}; `ep-backend status {file}` tells more")) from None

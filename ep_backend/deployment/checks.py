@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.schema import Deployment
@@ -20,7 +21,7 @@ def check_startable(deployment: Deployment) -> list[Problem]:
         for name, role in deployment.roles.items()
         if role.engine != "vllm"
     ]
-    return [*problems, *_check_namespaces(deployment), *check_port_free(deployment)]
+    return [*problems, *_check_namespaces(deployment), *_check_ports_free(deployment)]
 
 
 def _check_namespaces(deployment: Deployment) -> Iterator[Problem]:
@@ -38,14 +39,21 @@ def _check_namespaces(deployment: Deployment) -> Iterator[Problem]:
         yield Problem(place, what, "set router.hold", "EP013")
 
 
-def check_port_free(deployment: Deployment) -> list[Problem]:
-    """The port that clients use must be free before anything is loaded."""
-    host, port = deployment.router.host, deployment.router.port
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            what = f"{host}:{port} cannot be listened on ({error.strerror})"
-            return [Problem(("router", "port"), what, "stop what uses it, or choose another port", "EP014")]
-    return []
+def _check_ports_free(deployment: Deployment) -> Iterator[Problem]:
+    """The ports that clients use must be free, and not the same, before anything is loaded."""
+    router, control = deployment.router, deployment.control
+    wanted = (("router", router.host, router.port), ("control", control.host, control.port))
+    with ExitStack() as held:
+        for part, host, port in wanted:
+            if port is None:
+                continue
+            probe = held.enter_context(socket.socket())
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+                probe.listen()
+            except OSError as error:
+                what = f"{host}:{port} cannot be listened on ({error.strerror})"
+                if part == "control" and port == router.port:
+                    what = f"{port} is the router's port too"
+                yield Problem((part, "port"), what, "stop what uses it, or choose another port", "EP014")

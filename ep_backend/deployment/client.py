@@ -26,6 +26,16 @@ def complete(state: RunState, prompt: str, tokens: int) -> list[int]:
 def _post(state: RunState, route: str, body: dict[str, Any]) -> dict[str, Any]:
     everywhere = {"model": state.served_name, "temperature": 0}
     response = httpx.post(f"{state.url}{route}", json={**everywhere, **body}, timeout=TIMEOUT_S)
-    response.raise_for_status()
+    if response.is_error:  # the engine's own words, not httpx's
+        raise httpx.HTTPStatusError(
+            f"status {response.status_code}: {_reason(response)}", request=response.request, response=response
+        )
     choice: dict[str, Any] = response.json()["choices"][0]
     return choice
+
+
+def _reason(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text.strip() or response.reason_phrase

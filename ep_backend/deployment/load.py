@@ -47,6 +47,14 @@ def load(file: Path, text: str | None = None) -> Loaded:
     return loaded
 
 
+def name_in(file: Path) -> str:
+    """The deployment's name, for commands that ask what runs: the rest of the file may be half edited."""
+    name = _parse(file, None).get("name")
+    if not isinstance(name, str):
+        raise _unreadable(file, 1, 1, f"name is {name!r}, must be a word", "give the deployment its name")
+    return name
+
+
 def read(file: Path, text: str | None = None) -> tuple[Loaded, list[Problem]]:
     """The deployment in `file`, and the faults of its form; what it says is not judged.
 
@@ -92,17 +100,23 @@ def _parse(file: Path, text: str | None) -> Any:
         text = file.read_text(encoding="utf-8") if text is None else text
     except OSError as error:
         raise _unreadable(file, 1, 1, f"cannot be read: {error.strerror}", "give the path of a deployment file") from None
+    except UnicodeDecodeError as error:
+        what = f"is not UTF-8 text: byte {error.object[error.start]:#04x} at position {error.start}"
+        raise _unreadable(file, 1, 1, what, "give the path of a deployment file, or save it as UTF-8") from None
     try:
         document = YAML(typ="rt").load(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-        raise _unreadable(file, line, column, f"not valid YAML: {error.problem}", "correct it") from None
+        tab = "\\t" in str(error.problem)
+        fix = "indent with spaces" if tab else "keep one" if "duplicate key" in str(error.problem) else "correct it"
+        what = str(error.problem).partition(" with value ")[0]  # the value of a repeated key may be half the file
+        raise _unreadable(file, line, column, f"not valid YAML: {what}", fix) from None
     except YAMLError as error:
         raise _unreadable(file, 1, 1, f"not valid YAML: {error}", "correct it") from None
     if not isinstance(document, dict):
-        what = f"holds {type(document).__name__}, must be a mapping with `name` and `roles`"
-        raise _unreadable(file, 1, 1, what, "write one")
+        holds = "is empty" if document is None else "is a list" if isinstance(document, list) else f"is only {document!r}"
+        raise _unreadable(file, 1, 1, f"{holds}, must be a mapping with `name` and `roles`", "write one")
     return document
 
 

@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -63,10 +62,11 @@ def test_an_engine_version_without_a_table_is_held_to_the_one_before(monkeypatch
     assert engines.table("sglang", None).version == "0.5.23"
 
 
-def test_heaps_larger_than_shared_memory(local: Callable[..., Deployment], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heaps_larger_than_memory(local: Callable[..., Deployment], monkeypatch: pytest.MonkeyPatch) -> None:
     """4 ranks x 4096 tokens x (4 x 1088 + 4 x 1024 bytes), both modes of the family sharing: 132 MiB."""
-    for blocks, expected in ((100, ["EP409"]), (1000, [])):
-        monkeypatch.setattr(os, "statvfs", lambda _, b=blocks: SimpleNamespace(f_blocks=b, f_frsize=1 << 20))
+    for pages, expected in ((100, ["EP409"]), (1000, [])):
+        sizes = {"SC_PHYS_PAGES": pages, "SC_PAGE_SIZE": 1 << 20}
+        monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
         assert codes(local()) == expected
 
 

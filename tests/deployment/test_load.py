@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ep_backend.deployment.load import load
+from ep_backend.deployment.load import load, name_in
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.schema import ModeName, modes_of
 from ep_backend.modes import Mode
@@ -130,7 +130,32 @@ def test_roles_are_a_pair_or_unified(write_file: WriteFile) -> None:
 def test_no_file_and_no_mapping(tmp_path: Path) -> None:
     assert "cannot be read: No such file or directory" in lines_of(tmp_path / "none.yaml")[0]
     (tmp_path / "list.yaml").write_text("- a\n")
-    assert "must be a mapping" in lines_of(tmp_path / "list.yaml")[0]
+    assert "is a list, must be a mapping" in lines_of(tmp_path / "list.yaml")[0]
+    (tmp_path / "empty.yaml").write_text("")
+    assert "is empty, must be a mapping" in lines_of(tmp_path / "empty.yaml")[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xff\xfe\x00name", "1:1: error EP001: is not UTF-8 text: byte 0xff at position 0"),
+        (b"name: a\nroles:\n\tprefill: {}\n", "indent with spaces"),
+        (b"name: a\nname: b\n", "keep one"),
+    ],
+    ids=["bytes", "tab", "twice"],
+)
+def test_text_that_is_no_yaml(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "bad.yaml").write_bytes(content)
+    lines = lines_of(tmp_path / "bad.yaml")
+    assert len(lines) == 1 and said.split(": ")[-1] in lines[0]
+
+
+def test_the_name_of_a_half_edited_file(write_file: WriteFile) -> None:
+    good = write_file()
+    name = load(good).deployment.name
+    broken = write_file(("mode: direct", "mode: dirct"))
+    lines_of(broken)
+    assert name_in(broken) == name
 
 
 def test_modes_of_the_schema_are_those_of_the_core() -> None:

@@ -166,3 +166,14 @@ def test_a_port_in_use_is_told_before_loading(workplace: Workplace) -> None:
         assert code == 1
         assert f"router.port: 127.0.0.1:{port} cannot be listened on (Address already in use)" in output
         assert not Path(workplace.folder / ".ep").exists()
+
+
+def test_one_port_given_twice_is_told_before_loading(workplace: Workplace) -> None:
+    text = workplace.file.read_text()
+    before = text[text.rindex("{port: ") :].strip()
+    port = before.removeprefix("{port: ").removesuffix("}")
+    workplace.file.write_text(f"{text.rstrip()}\ncontrol: {{port: {port}}}\n")
+    code, output = workplace.run("up", str(workplace.file))
+    assert code == 1
+    assert f"control.port: {port} is the router's port too" in output
+    assert not Path(workplace.folder / ".ep").exists()

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from ep_backend.deployment.lint.view import Place, RoleView, problem
 from ep_backend.deployment.problems import Problem
@@ -11,7 +10,6 @@ from ep_backend.deployment.schema import Deployment, Pod
 from ep_backend.plan.model import GIB
 
 LEAST_SHM = 16 * GIB
-SHM = Path("/dev/shm")
 SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")
 GID = "NVSHMEM_IB_GID_INDEX"
 # Flags that both roles must have alike, with the engines' defaults.
@@ -80,9 +78,9 @@ def check_network(view: RoleView) -> Iterator[Problem]:
 
 
 def check_host_memory(views: list[RoleView]) -> Iterator[Problem]:
-    """The host fabric's heaps lie in this machine's /dev/shm."""
+    """The host fabric's heaps are this machine's memory, shared but without a file in /dev/shm."""
     local = [view for view in views if view.deployment.topology.device == "cpu" and view.deployment.target.kind == "local"]
-    if not local or not SHM.exists():
+    if not local:
         return
     need = 0
     for view in local:
@@ -92,11 +90,10 @@ def check_host_memory(views: list[RoleView]) -> Iterator[Problem]:
             except ValueError:
                 return
             need += view.group.ranks * config.size_hint()["total"]
-    status = os.statvfs(SHM)
-    size = status.f_blocks * status.f_frsize
+    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if need > size:
-        what = f"need {need / GIB:.1f} GiB of shared memory, but /dev/shm has {size / GIB:.1f} GiB"
-        yield problem("EP409", ("roles",), what, "lower max_tokens, or remount /dev/shm larger")
+        what = f"need {need / GIB:.1f} GiB of shared memory, but this machine has {size / GIB:.1f} GiB in all"
+        yield problem("EP409", ("roles",), what, "lower max_tokens or lanes")
 
 
 def check_agreement(deployment: Deployment, views: list[RoleView]) -> Iterator[Problem]:
