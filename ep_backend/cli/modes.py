@@ -42,4 +42,4 @@ def modes(as_json: Annotated[bool, typer.Option("--json", help="both tables as J
         faster = row.faster.value if row.faster else ""
         table.add_row(row.family.value, row.topology.value, row.mode.value, faster, row.reason)
     console.print(table)
-    console.print("The first row whose mode has slots for the batch (and can be captured, under capture) decides.")
+    console.print("The first row whose mode has slots for the batch (and can be captured, under capture) decides. hybrid returns either layout.")
