@@ -42,4 +42,5 @@ def modes(as_json: Annotated[bool, typer.Option("--json", help="both tables as J
         faster = row.faster.value if row.faster else ""
         table.add_row(row.family.value, row.topology.value, row.mode.value, faster, row.reason)
     console.print(table)
-    console.print("The first row whose mode has slots for the batch (and can be captured, under capture) decides. hybrid returns either layout.")
+    console.print("The first row whose mode has slots for the batch (and can be captured, under capture) decides.")
+    console.print("hybrid returns either layout, so that it serves prefill across nodes too.")
