@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,60 +19,55 @@ from tests.core.rounds import Round
 TOPOLOGIES = [(1, 1), (4, 4), (4, 2), (6, 2), (8, 4), (3, 1)]
 
 
-def copies(case: oracle.Case, gpus: int, hops: bool, per_expert: bool) -> list[Counter[str]]:
-    """Records that each rank must write for a dispatch, by path; ``hops``: over a relay between nodes."""
-    written: list[Counter[str]] = [Counter() for _ in range(case.ranks)]
+class Written:
+    """Records counted by the rank that writes them and the path they take."""
 
-    def write(writer: int, to: int, forwarded: bool = False) -> None:
-        path = "scale_up" if writer // gpus == to // gpus else "scale_out"
-        written[writer]["local" if writer == to else path] += 1
-        written[writer]["forwarded"] += forwarded
+    def __init__(self, ranks: int, gpus: int) -> None:
+        self.by_rank: list[Counter[str]] = [Counter() for _ in range(ranks)]
+        self._gpus = gpus
 
+    def write(self, writer: int, to: int, forwarded: bool = False) -> None:
+        path = "scale_up" if writer // self._gpus == to // self._gpus else "scale_out"
+        self.by_rank[writer]["local" if writer == to else path] += 1
+        self.by_rank[writer]["forwarded"] += forwarded
+
+
+def routed(case: oracle.Case, per_expert: bool) -> Iterator[tuple[int, list[int]]]:
+    """Each token's source, and the owner of each of its copies."""
     for source, ids in enumerate(case.ids):
         for row in ids.tolist():
-            experts = {e for e in row if e >= 0}
-            owners = (
-                [e // case.local for e in experts]
-                if per_expert
-                else {e // case.local for e in experts}
-            )
-            if not hops:
-                for owner in owners:
-                    write(source, owner)
-                continue
-            for node in {owner // gpus for owner in owners}:
-                relay = node * gpus + source % gpus
-                if relay != source:
-                    write(source, relay)
-                for owner in owners:
-                    if owner // gpus == node:
-                        write(relay, owner, forwarded=relay != source)
-    return written
+            owners = [e // case.local for e in {e for e in row if e >= 0}]
+            yield source, owners if per_expert else sorted(set(owners))
+
+
+def copies(case: oracle.Case, gpus: int, hops: bool, per_expert: bool) -> list[Counter[str]]:
+    """Records that each rank must write for a dispatch, by path; ``hops``: over a relay between nodes."""
+    written = Written(case.ranks, gpus)
+    for source, owners in routed(case, per_expert):
+        if not hops:
+            for owner in owners:
+                written.write(source, owner)
+            continue
+        for node in {owner // gpus for owner in owners}:
+            relay = node * gpus + source % gpus
+            if relay != source:
+                written.write(source, relay)
+            for owner in owners:
+                if owner // gpus == node:
+                    written.write(relay, owner, forwarded=relay != source)
+    return written.by_rank
 
 
 def answers(case: oracle.Case, gpus: int, hops: bool, per_expert: bool) -> list[Counter[str]]:
     """Partial sums go back the way their records came."""
-    written: list[Counter[str]] = [Counter() for _ in range(case.ranks)]
-
-    def write(writer: int, to: int, forwarded: bool = False) -> None:
-        path = "scale_up" if writer // gpus == to // gpus else "scale_out"
-        written[writer]["local" if writer == to else path] += 1
-        written[writer]["forwarded"] += forwarded
-
-    for source, ids in enumerate(case.ids):
-        for row in ids.tolist():
-            experts = {e for e in row if e >= 0}
-            owners = (
-                [e // case.local for e in experts]
-                if per_expert
-                else {e // case.local for e in experts}
-            )
-            for owner in owners:
-                write(owner, owner // gpus * gpus + source % gpus if hops else source)
-            if hops:
-                for node in {owner // gpus for owner in owners} - {source // gpus}:
-                    write(node * gpus + source % gpus, source, forwarded=True)
-    return written
+    written = Written(case.ranks, gpus)
+    for source, owners in routed(case, per_expert):
+        for owner in owners:
+            written.write(owner, owner // gpus * gpus + source % gpus if hops else source)
+        if hops:
+            for node in {owner // gpus for owner in owners} - {source // gpus}:
+                written.write(node * gpus + source % gpus, source, forwarded=True)
+    return written.by_rank
 
 
 def counted(world: World, gpus: int, form: str, payload: str) -> dict[str, Any]:
