@@ -82,7 +82,7 @@ def test_the_services_port_and_key_come_from_the_file(workplace: Workplace, tmp_
         port = taken.getsockname()[1]
         edit(workplace, "router:", f"control: {{port: {port}, key: a secret}}\nrouter:")
         code, output = workplace.run("up", file)
-        assert code == 1 and f"control service port {port} on 127.0.0.1 is taken; choose another control.port" in output
+        assert code == 1 and f"control.port: 127.0.0.1:{port} cannot be listened on" in output and "EP014" in output
     assert workplace.run("up", file, "--detach")[0] == 0
     code, output = workplace.run("status", file)
     assert code == 0 and f"control service at http://127.0.0.1:{port}" in output
