@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from ep_backend.deployment import namespaces
 from ep_backend.deployment.batches import capacity
+from ep_backend.deployment.flags import engine_flags
 from ep_backend.deployment.processes import free_ports
 from ep_backend.deployment.resolve import group_of
 from ep_backend.deployment.schema import Deployment, Role, RoleName, modes_of
@@ -82,15 +83,7 @@ def role_instances(deployment: Deployment, name: RoleName, role: Role, folder: P
         side_port = str(free_ports(role.data_parallel))
         for env in envs:
             env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = side_port
-    command = [
-        *[_program("vllm"), "serve", str(deployment.model.path)],
-        *["--served-model-name", deployment.model.served_name],
-        *["--enable-expert-parallel", "--all2all-backend", "ep_backend"],
-        *["--data-parallel-size", str(role.data_parallel)],
-        *(["--enable-dbo"] if role.ep.overlap == "dbo" else []),
-        *([] if unified else ["--kv-transfer-config", json.dumps(_kv_transfer(deployment, name))]),
-        *flag_words(role.flags),
-    ]
+    command = [_program("vllm"), "serve", str(deployment.model.path), *flag_words(engine_flags(deployment, name, role))]
     head = ["--host", host, "--port", str(port)]
     health = f"http://{host}:{port}/health"
     if role.nodes == 1:
@@ -151,14 +144,6 @@ def _settings(deployment: Deployment, name: RoleName, role: Role, agent_host: st
         "agent_host": agent_host,
         "agent_port": agent_port,
         "agent_key": deployment.control.key,
-    }
-
-
-def _kv_transfer(deployment: Deployment, name: RoleName) -> dict[str, str]:
-    return {
-        "kv_connector": "NixlConnector",
-        "kv_role": "kv_producer" if name == "prefill" else "kv_consumer",
-        "kv_buffer_device": deployment.topology.device,
     }
 
 

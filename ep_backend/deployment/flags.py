@@ -1,0 +1,62 @@
+"""The engine flags of a role, equal on all its launches: what the file's keys decide, then the role's own args."""
+
+import json
+from typing import Any
+
+from pydantic import JsonValue
+
+from ep_backend.deployment.engines import table
+from ep_backend.deployment.schema import Deployment, Role, RoleName
+
+NAME = "ep_backend"
+
+Flags = dict[str, JsonValue]
+
+
+def engine_flags(deployment: Deployment, name: RoleName, role: Role, version: str | None = None) -> Flags:
+    """Flags without dashes; those of a single launch (addresses, its number) are added by who starts it.
+
+    `version`: of the engine; None: the newest that is known here.
+    """
+    own = _sglang(deployment, name, role, version) if role.engine == "sglang" else _vllm(deployment, name, role)
+    return {**own, **role.flags}
+
+
+def _vllm(deployment: Deployment, name: RoleName, role: Role) -> Flags:
+    flags: Flags = {
+        "served-model-name": deployment.model.served_name,
+        "enable-expert-parallel": True,
+        "all2all-backend": NAME,
+        "data-parallel-size": role.data_parallel,
+    }
+    if role.ep.overlap == "dbo":
+        flags["enable-dbo"] = True
+    if name != "unified":
+        transfer: dict[str, Any] = {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_producer" if name == "prefill" else "kv_consumer",
+            "kv_buffer_device": deployment.topology.device,
+        }
+        flags["kv-transfer-config"] = json.dumps(transfer)
+    return flags
+
+
+def _sglang(deployment: Deployment, name: RoleName, role: Role, version: str | None) -> Flags:
+    flags: Flags = {
+        "model-path": str(deployment.model.path or deployment.model.preset),
+        "served-model-name": deployment.model.served_name,
+        "device": deployment.topology.device,
+        "moe-a2a-backend": NAME,
+        "tp-size": role.ep_size,
+    }
+    if "attn-dp-size" in table("sglang", version).flags:
+        flags["attn-dp-size"] = role.data_parallel
+    else:
+        flags |= {"dp-size": role.data_parallel, "enable-dp-attention": True}
+    if role.ep.overlap == "tbo":
+        flags["enable-two-batch-overlap"] = True
+    if role.ep.redundant_experts:
+        flags["ep-num-redundant-experts"] = role.ep.redundant_experts
+    if name != "unified":
+        flags |= {"disaggregation-mode": name, "disaggregation-transfer-backend": "nixl"}
+    return flags
