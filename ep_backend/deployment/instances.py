@@ -6,16 +6,14 @@ import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from ep_backend.deployment import namespaces
-from ep_backend.deployment.batches import capacity
 from ep_backend.deployment.flags import engine_flags
 from ep_backend.deployment.processes import free_ports
-from ep_backend.deployment.resolve import group_of
-from ep_backend.deployment.schema import Deployment, Role, RoleName, modes_of
+from ep_backend.deployment.rank_settings import rank_settings
+from ep_backend.deployment.schema import Deployment, Role, RoleName
 from ep_backend.deployment.words import flag_words
-from ep_backend.plan.planner import estimates
 
 SETTINGS_VARIABLE = "EP_BACKEND_SETTINGS"
 
@@ -73,7 +71,7 @@ def role_instances(deployment: Deployment, name: RoleName, role: Role, folder: P
         settings = folder / f"{name}-node{node}.json"
         folder.mkdir(parents=True, exist_ok=True)
         settings.touch(mode=0o600)
-        settings.write_text(json.dumps(_settings(deployment, name, role, agent_host, agent_port), indent=2))
+        settings.write_text(json.dumps(rank_settings(deployment, name, role, agent_host, agent_port), indent=2))
         envs.append({**role.env, SETTINGS_VARIABLE: str(settings)})
         if spaces[node]:
             envs[node].update(
@@ -125,26 +123,6 @@ def _agent_hosts(deployment: Deployment, name: RoleName, role: Role) -> list[str
         return list(spaces.values())
     host = deployment.control.host
     return [f"127.0.0.{node + 1}" if host == "127.0.0.1" else host for node in range(role.nodes)]
-
-
-def _settings(deployment: Deployment, name: RoleName, role: Role, agent_host: str, agent_port: int) -> dict[str, Any]:
-    ep = role.ep
-    tokens, group = capacity(deployment, role), group_of(deployment, role)
-    return {
-        "deployment": deployment.name,
-        "role": name,
-        "mode": ep.mode,
-        "max_tokens": {mode.value: tokens for mode in modes_of(name, ep.mode, group.nodes > 1)},
-        "lanes": ep.lanes,
-        "timeout_s": ep.timeout_s,
-        "gpus_per_node": group.gpus_per_node,
-        "fp8": ep.fp8,
-        "sms": ep.sms,
-        "estimates": estimates(deployment, name),
-        "agent_host": agent_host,
-        "agent_port": agent_port,
-        "agent_key": deployment.control.key,
-    }
 
 
 def _without(command: list[str], flag: str) -> list[str]:
