@@ -30,6 +30,7 @@ CLASSES: tuple[tuple[str, Kind, str], ...] = (
     ("topology.calibration", "hot", "only plan reads it"),
     ("topology.bench", "hot", "only plan reads it"),
     ("topology.*_gbs", "hot", "only plan reads it"),
+    ("topology.nic.devices", "restart", "NVSHMEM takes its NIC at start"),
     ("topology.nic*", "hot", "only plan and lint read it"),
     ("topology.hbm", "hot", "only plan and lint read it"),
     ("topology.sms", "hot", "only plan and lint read it"),

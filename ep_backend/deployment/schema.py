@@ -28,6 +28,7 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
+Hca = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+(:[1-9][0-9]*)?$", examples=["mlx5_0:1"])]
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -90,6 +91,9 @@ class Nic(Strict):
     fabric: Literal["full", "rail_only"] = Field(
         default="full", description="rail_only: a NIC reaches only NICs of its own index on other nodes"
     )
+    devices: list[Hca] = Field(
+        default=[], description="HCA and port of each GPU of a host, in nvidia-smi's order; default: NVSHMEM takes the nearest"
+    )
 
 
 class Topology(Strict):
@@ -125,6 +129,9 @@ class Model(Strict):
 
     path: Path | None = None
     preset: ModelPreset | None = None
+    source: str | None = Field(
+        default=None, min_length=1, description="what rendered commands load: a folder on the nodes, or an id of a hub"
+    )
     served_name: str = "model"
     hidden: Positive | None = None
     experts: Positive | None = None

@@ -62,6 +62,9 @@ def check_network(view: RoleView) -> Iterator[Problem]:
     if view.machine.preset and nic is None and view.group is not None and view.group.nodes > 1:
         what = f"is {role.nodes}, but the topology has no NIC between nodes"
         yield problem("EP206", (*view.place, "nodes"), what, "give topology.nic, or use one node")
+    if nic is not None and nic.devices and view.machine.gpus_per_node not in (None, len(nic.devices)):
+        what = f"names {len(nic.devices)} HCAs for the {view.machine.gpus_per_node} GPUs of a host"
+        yield problem("EP207", ("topology", "nic", "devices"), what, "name one for each GPU, or remove it")
     env_place: Place = (*view.place, "env") if role.env else view.place
     if nic is not None and nic.kind == "roce" and GID not in role.env:
         yield problem("EP404", env_place, f"has no {GID}, but the NICs are RoCE", f'set {GID}: "3"')

@@ -7,7 +7,10 @@ from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.resolve import ModelUnknown, model_config
 from ep_backend.deployment.schema import Deployment
 
-CHECKPOINT = "give a folder with a Hugging Face checkpoint (`ep-backend checkpoint OUT` writes a small one), or a preset"
+CHECKPOINT = (
+    "give a folder with a Hugging Face checkpoint (`ep-backend checkpoint OUT` writes a small one), or a preset, with "
+    "`source` where the nodes load it from elsewhere"
+)
 
 
 def check_roles(deployment: Deployment) -> Iterator[Problem]:
