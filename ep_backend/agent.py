@@ -1,17 +1,33 @@
-"""A rank's own HTTP agent: what this process's buffers executed, and changes of its mode, for the deployment's tools."""
+"""A rank's agent: what this process's buffers executed, and changes of its mode, for the deployment's tools.
+
+HTTP is spoken by a small process of its own (:mod:`ep_backend.front`). The rank only answers its requests, from a thread
+that needs the interpreter's lock once a request, and says once a second that it is alive: so a rank that computes without
+pause, or is stopped, never keeps anybody waiting for a connection.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ep_backend.control.flip import Carrier, Flip, FlipRefused
-from ep_backend.serving import Background, needs_key, require_key
+from ep_backend.serving import listen, require_key
 
-if TYPE_CHECKING:
-    from fastapi import FastAPI
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+SILENT_S = 15.0  # a rank that said nothing for so long is taken for stopped: many heartbeats, also on a crowded machine
+STOP_S = 5.0
+MOST_BYTES = 1 << 20  # of one message
 
 Stats = Mapping[str, Any]
 
@@ -29,9 +45,10 @@ class Identity:
 
 
 class Agent:
-    """Serves ``GET /status``, ``GET /metrics`` and the two steps of a flip from a daemon thread, until :meth:`stop`.
+    """Serves ``GET /status``, ``GET /metrics`` and the two steps of a flip until :meth:`stop`, or this process's end.
 
-    With ``key`` each request needs ``Authorization: Bearer KEY``; a host that others can reach needs a key.
+    With ``key`` each request needs ``Authorization: Bearer KEY``; a host that others can reach needs a key. ValueError if
+    it cannot listen. Port 0 takes a free one.
     """
 
     def __init__(
@@ -47,15 +64,25 @@ class Agent:
         self._identity = identity
         self._flip = flip
         self._buffers = buffers
+        self._stopping = False
         require_key(key, setting="agent_", host=host)
-        self._server = Background(self._app(key), name="agent", setting="agent_", host=host, port=port)
-
-    @property
-    def port(self) -> int:
-        return self._server.port
+        with listen("agent", "agent_", host, port) as listener:
+            self.port = int(listener.getsockname()[1])
+            # Messages keep their bounds, and each side sees the other's end, however it ends.
+            self._front, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "ep_backend.front", str(listener.fileno()), str(theirs.fileno())],
+                    pass_fds=(listener.fileno(), theirs.fileno()),
+                    stdin=subprocess.DEVNULL,
+                )
+        self._front.settimeout(HEARTBEAT_S)
+        self._front.send(json.dumps({"key": key, "pid": os.getpid()}).encode())
+        self._thread = threading.Thread(target=self._serve, name="ep-backend-agent", daemon=True)
+        self._thread.start()
 
     def status(self) -> dict[str, Any]:
-        """The body of ``GET /status``; counters are sums over this rank's buffers."""
+        """The body of ``GET /status``, less ``silent_s``; counters are sums over this rank's buffers."""
         stats = [buffer.stats() for buffer in self._buffers()]
         latest: Stats = max(stats, key=lambda s: int(s["epoch"]), default={})
         flip = self._flip.state()
@@ -74,38 +101,67 @@ class Agent:
         }
 
     def stop(self) -> None:
-        """Stop serving and free the port; waits at most 5 seconds."""
-        self._server.stop()
+        """Stop serving and free the port; waits at most 10 seconds."""
+        self._stopping = True
+        with suppress(OSError):  # the front may have gone first
+            self._front.shutdown(socket.SHUT_RDWR)
+        self._thread.join(STOP_S)
+        self._front.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
-    def _app(self, key: str | None) -> FastAPI:
-        from fastapi import Body, Depends, FastAPI, HTTPException
-        from fastapi.responses import PlainTextResponse
-
-        from ep_backend.control.metrics import Ranks, exposition
-
-        app = FastAPI(title="ep_backend agent", dependencies=[Depends(needs_key(key))], docs_url=None, openapi_url=None)
-        app.get("/status")(self.status)
-
-        @app.get("/metrics", response_class=PlainTextResponse)
-        def metrics() -> str:
-            return exposition(Ranks([self.status()]))
-
-        @app.post("/flip/prepare")
-        def prepare(token: int = Body(ge=1, le=255), mode: str = Body()) -> dict[str, Any]:
+    def _serve(self) -> None:
+        self._say({"id": 0, "code": 200, "body": self.status()})
+        while True:
             try:
-                self._flip.prepare(token, mode)
-            except ValueError as error:
-                raise HTTPException(422, str(error)) from None
-            except FlipRefused as error:
-                raise HTTPException(409, str(error)) from None
-            return self._flip.state()
+                message = self._front.recv(MOST_BYTES)
+            except TimeoutError:
+                self._say({"id": None})
+                continue
+            except OSError:
+                message = b""
+            if not message:
+                if not self._stopping:
+                    log.error("the agent of rank %d no longer serves: its HTTP process has ended", self._identity.rank)
+                return
+            request = json.loads(message)
+            self._say({"id": request["id"], **self._answer(request)})
 
-        @app.post("/flip/abandon")
-        def abandon(token: int = Body(embed=True, ge=1, le=255)) -> dict[str, Any]:
-            self._flip.abandon(token)
-            return self._flip.state()
+    def _say(self, message: dict[str, Any]) -> None:
+        encoded = json.dumps(message).encode()
+        while not self._stopping:
+            try:
+                self._front.send(encoded)
+                return
+            except TimeoutError:  # the front does not read; only this thread waits for it
+                continue
+            except OSError:  # it has ended, which the next recv tells
+                return
 
-        return app
+    def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """A status code and a body, or the reason of a refusal."""
+        try:
+            return {"code": 200, "body": self._do(request)}
+        except ValueError as error:
+            return {"code": 422, "body": str(error)}
+        except FlipRefused as error:
+            return {"code": 409, "body": str(error)}
+        except Exception as error:  # whatever it was, the next request must find this thread at work
+            log.exception("the agent could not answer %s", request["do"])
+            return {"code": 500, "body": f"{type(error).__name__}: {error}"}
+
+    def _do(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        match request["do"]:
+            case "report":
+                return self.status()
+            case "prepare":
+                self._flip.prepare(request["token"], request["mode"])
+            case "abandon":
+                self._flip.abandon(request["token"])
+        return self._flip.state()
 
 
 def _sum(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Background:
     def __init__(self, app: Any, *, name: str, setting: str, host: str, port: int) -> None:
         import uvicorn
 
-        self._socket = _listen(name, setting, host, port)
+        self._socket = listen(name, setting, host, port)
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -63,7 +63,8 @@ class Background:
         self._server.run(sockets=[self._socket])
 
 
-def _listen(name: str, setting: str, host: str, port: int) -> socket.socket:
+def listen(name: str, setting: str, host: str, port: int) -> socket.socket:
+    """A listening socket; ValueError if there can be none. ``name`` and ``setting`` as in :class:`Background`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

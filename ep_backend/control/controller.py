@@ -13,7 +13,7 @@ import httpx
 
 from ep_backend.control.changes import changes, mode_of, reachable, with_mode
 from ep_backend.control.models import Applied, Change, DeploymentStatus, FlipResult, Pending, RoleStatus
-from ep_backend.control.ranks import RankFailed, Ranks
+from ep_backend.control.ranks import RankFailed, Ranks, silence
 from ep_backend.deployment.agents import TIMEOUT_S, RankStatus
 from ep_backend.deployment.load import Loaded, load
 from ep_backend.deployment.problems import DeploymentError
@@ -176,17 +176,16 @@ class Controller:
             raise
 
     async def _agreed(self, ranks: Ranks, token: int, mode: ModeName) -> list[RankStatus]:
-        limit = self.running.control.flip_timeout_s
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + self.running.control.flip_timeout_s
         while True:
             statuses = await ranks.statuses()
             waiting = [status for status in statuses if not _runs(status, token, mode)]
             if not waiting:
                 return statuses
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or any(map(silence, waiting)):
                 raise RankFailed(
                     [
-                        f"{ranks.role} rank {rank} ({status.agent}) {_hindrance(status, mode)} after {limit:g} s"
+                        f"{ranks.role} rank {rank} ({status.agent}) {_hindrance(status, mode)}"
                         for rank, status in enumerate(statuses)
                         if not _runs(status, token, mode)
                     ],
@@ -251,14 +250,18 @@ def _runs(status: RankStatus, token: int, mode: ModeName) -> bool:
 def _hindrance(status: RankStatus, mode: ModeName) -> str:
     if status.error is not None:
         return f"did not answer ({status.error})"
+    if silent := silence(status):
+        return silent
     if status.mode_desired == mode:
-        return f"agreed, but executed {status.mode_executed}, not {mode},"
-    return f"made no dispatch that all ranks proposed {mode} in, its last epoch is {status.epoch}"
+        return f"agreed, but executed {status.mode_executed}, not {mode}, in time"
+    return f"made no dispatch that all ranks proposed {mode} in within the time, its last epoch is {status.epoch}"
 
 
 def _drift(status: RankStatus, desired: ModeName) -> str | None:
     if status.error is not None:
         return f"does not answer ({status.error})"
+    if silent := silence(status):
+        return silent
     if status.mode_desired != desired:
         return f"is set to {status.mode_desired}, not {desired}"
     if desired != "auto" and status.mode_executed not in (None, desired):

@@ -6,7 +6,8 @@ from typing import Any
 
 import httpx
 
-from ep_backend.deployment.agents import RankStatus
+from ep_backend.agent import SILENT_S
+from ep_backend.deployment.agents import TIMEOUT_S, RankStatus
 from ep_backend.deployment.schema import RoleName
 
 
@@ -52,7 +53,9 @@ class Ranks:
         await self._post("/flip/abandon", {"token": token})
 
     async def _post(self, route: str, body: dict[str, Any]) -> None:
-        asked = (self._http.post(f"{agent}{route}", json=body, headers=self._headers) for agent in self.agents)
+        # An agent answers for its rank at the latest when that has been silent for too long.
+        limit = SILENT_S + TIMEOUT_S
+        asked = (self._http.post(f"{agent}{route}", json=body, headers=self._headers, timeout=limit) for agent in self.agents)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         faults, refused = [], False
         for rank, answer in enumerate(answers):
@@ -62,7 +65,8 @@ class Ranks:
                 raise answer
             elif answer.status_code != 200:
                 refused = refused or answer.status_code in (409, 422)
-                faults.append(f"{self._name(rank)} refuses: {_detail(answer)}")
+                said = "refuses" if answer.status_code in (409, 422) else "does not answer"
+                faults.append(f"{self._name(rank)} {said}: {_detail(answer)}")
         if faults:
             raise RankFailed(faults, refused)
 
@@ -85,7 +89,14 @@ def _fault(status: RankStatus, rank: int) -> str | None:
         return f"answers as rank {status.rank}"
     if status.failed is not None:
         return f"has a failed buffer: {status.failed}"
-    return None
+    return silence(status)
+
+
+def silence(status: RankStatus) -> str | None:
+    """Set when a rank has been silent for so long that it will not take part in anything."""
+    if status.silent_s <= SILENT_S:
+        return None
+    return f"has been silent for {status.silent_s:.0f} s: its process {status.pid} is stopped, or gets no processor time"
 
 
 def _reason(error: Exception) -> str:

@@ -6,7 +6,7 @@ from pydantic import BaseModel
 from ep_backend.deployment.state import InstanceState, RunState
 
 PATHS = ("local", "scale_up", "scale_out", "forwarded")
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0  # an agent answers on its own, so this is the time that a crowded machine may take to run it
 
 
 class ModeCounters(BaseModel):
@@ -42,7 +42,7 @@ class FlipState(BaseModel):
 
 
 class RankStatus(BaseModel):
-    """One rank's answer; `error` says why there is none."""
+    """One rank's answer; `error` says why there is none, `silent_s` since when its process has said nothing."""
 
     agent: str
     role: str | None = None
@@ -60,6 +60,7 @@ class RankStatus(BaseModel):
     max_tokens: dict[str, int] = {}
     wait_s: dict[int, float] = {}
     flip: FlipState = FlipState()
+    silent_s: float = 0.0
     error: str | None = None
 
 

@@ -56,7 +56,7 @@ def _wait_for(agents: list[str], future: Any) -> None:
     for agent in agents:
         while not future.done():
             try:
-                httpx.get(f"{agent}/status", timeout=5)
+                httpx.get(f"{agent}/status", timeout=60).raise_for_status()
                 break
             except httpx.HTTPError:
                 continue
