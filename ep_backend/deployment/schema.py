@@ -24,6 +24,7 @@ from ep_backend.plan.calibration import calibrations
 
 ModeName = Literal["auto", "normal", "direct", "low_latency", "hybrid"]
 RoleName = Literal["prefill", "decode", "unified"]
+TargetKind = Literal["local", "shell", "slurm", "lws", "disaggregatedset"]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
@@ -247,9 +248,9 @@ class Pod(Strict):
 
 
 class Target(Strict):
-    """Where it runs: `up` starts local ones, manifests are for the others."""
+    """Where it runs: `up` starts local ones, `render` writes scripts or manifests for the others."""
 
-    kind: Literal["local", "lws", "disaggregatedset", "slurm"] = "local"
+    kind: TargetKind = "local"
     image: Image = Image()
     pod: Pod = Pod()
     namespaces: bool = Field(default=False, description="local: a role's launches in network namespaces, as nodes; needs root")
