@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ep_backend.bench import cli as bench
-from ep_backend.cli import modes, planning
+from ep_backend.cli import modes, planning, rendering
 
 app = typer.Typer(
     help="Expert-parallel all-to-all for vLLM and SGLang: deployments, checks and a demo that needs no GPU.",
@@ -21,6 +21,7 @@ File = Annotated[Path, typer.Argument(help="the deployment file", show_default=F
 
 planning.register(app)
 modes.register(app)
+rendering.register(app)
 app.add_typer(bench.app, name="bench")
 
 
