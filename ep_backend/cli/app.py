@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ep_backend.bench import cli as bench
-from ep_backend.cli import modes, planning, rendering
+from ep_backend.cli import doctor, modes, planning, rendering
 
 app = typer.Typer(
     help="Expert-parallel all-to-all for vLLM and SGLang: deployments, checks and a demo that needs no GPU.",
@@ -22,6 +22,7 @@ File = Annotated[Path, typer.Argument(help="the deployment file", show_default=F
 planning.register(app)
 modes.register(app)
 rendering.register(app)
+doctor.register(app)
 app.add_typer(bench.app, name="bench")
 
 
