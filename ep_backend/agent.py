@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -82,23 +83,8 @@ class Agent:
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
-        """The body of ``GET /status``, less ``silent_s``; counters are sums over this rank's buffers."""
-        stats = [buffer.stats() for buffer in self._buffers()]
-        latest: Stats = max(stats, key=lambda s: int(s["epoch"]), default={})
-        flip = self._flip.state()
-        return {
-            **asdict(self._identity),
-            "pid": os.getpid(),
-            "mode_desired": flip["mode"],
-            "mode_executed": latest.get("mode_executed"),
-            "epoch": latest.get("epoch", 0),
-            "failed": next((s["failed"] for s in stats if s["failed"]), None),
-            "timeouts": sum(int(s["timeouts"]) for s in stats),
-            "modes": _sum([s["modes"] for s in stats]),
-            "max_tokens": latest.get("max_tokens", {}),
-            "wait_s": _sum([s["wait_s"] for s in stats]),
-            "flip": flip,
-        }
+        """The body of ``GET /status``, less ``silent_s``."""
+        return rank_status(self._identity, self._flip, self._buffers())
 
     def stop(self) -> None:
         """Stop serving and free the port; waits at most 10 seconds."""
@@ -158,10 +144,32 @@ class Agent:
             case "report":
                 return self.status()
             case "prepare":
+                if time.monotonic() > request["until"]:  # whoever asked has given up, and may have said so
+                    raise FlipRefused("the request came too late")
                 self._flip.prepare(request["token"], request["mode"])
             case "abandon":
                 self._flip.abandon(request["token"])
         return self._flip.state()
+
+
+def rank_status(identity: Identity, flip: Flip, buffers: Sequence[Carrier]) -> dict[str, Any]:
+    """What a rank executed, JSON-ready; counters are sums over its buffers."""
+    stats = [buffer.stats() for buffer in buffers]
+    latest: Stats = max(stats, key=lambda s: int(s["epoch"]), default={})
+    state = flip.state()
+    return {
+        **asdict(identity),
+        "pid": os.getpid(),
+        "mode_desired": state["mode"],
+        "mode_executed": latest.get("mode_executed"),
+        "epoch": latest.get("epoch", 0),
+        "failed": next((s["failed"] for s in stats if s["failed"]), None),
+        "timeouts": sum(int(s["timeouts"]) for s in stats),
+        "modes": _sum([s["modes"] for s in stats]),
+        "max_tokens": latest.get("max_tokens", {}),
+        "wait_s": _sum([s["wait_s"] for s in stats]),
+        "flip": state,
+    }
 
 
 def _sum(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

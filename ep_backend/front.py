@@ -1,7 +1,7 @@
 """The HTTP side of a rank's agent, in a process without the engine: `python -m ep_backend.front LISTENER_FD RANK_FD`.
 
 A status is as fresh as the rank can make it within a second; else it is the last one, and `silent_s` says since when the
-rank has said nothing. A change waits for the rank's answer as long as the rank shows a sign of life.
+rank has said nothing. A change waits for the rank's answer, but not for ever.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import uvicorn
 from fastapi import Body, Depends, FastAPI, HTTPException
 from fastapi.responses import PlainTextResponse
 
-from ep_backend.agent import HEARTBEAT_S, MOST_BYTES, SILENT_S
+from ep_backend.agent import MOST_BYTES, SILENT_S
 from ep_backend.control.metrics import Ranks, exposition
 from ep_backend.serving import needs_key
 
@@ -72,12 +72,12 @@ class Rank:
         return {**self._latest, "silent_s": round(self.silent_s, 3)}
 
     async def change(self, request: dict[str, Any]) -> Any:
-        """What the rank answers. HTTPException if it refuses, or has been silent for too long."""
-        future = self._ask(request)
-        while not future.done():
-            if self.silent_s > SILENT_S:
-                raise HTTPException(504, f"its process {self._pid} has been silent for {self.silent_s:.0f} s")
-            await asyncio.wait([future], timeout=HEARTBEAT_S)
+        """What the rank answers. HTTPException if it refuses, or does not come to it in time; it drops what is too late."""
+        patience = max(0.0, SILENT_S - self.silent_s)
+        future = self._ask({**request, "until": time.monotonic() + patience})
+        await asyncio.wait([future], timeout=patience)
+        if not future.done():
+            raise HTTPException(504, f"its process {self._pid} is stopped, or got no processor time for {SILENT_S:g} s")
         return _body(future.result())
 
     def _ask(self, request: dict[str, Any]) -> asyncio.Future[dict[str, Any]]:

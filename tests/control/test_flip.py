@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -87,13 +86,17 @@ def test_a_stopped_rank_fails_the_flip_in_time_and_changes_nothing(ranks: Any, s
         try:
             started = time.monotonic()
             answer = control.flip("prefill", "normal")
-            assert time.monotonic() - started < 35
+            assert time.monotonic() - started < 30
             assert answer.status_code == 504
-            said = rf"prefill rank 1 \({ran.agents[1]}\) does not answer: its process {pool.pids[1]} has been silent for 1\d s"
-            assert re.fullmatch(said, answer.json()["detail"])
-            status = control.role("prefill")
-            assert status["ranks"][1]["modes"]  # what it said last
-            assert "rank 1: has been silent for" in status["drift"][0]
+            said = f"prefill rank 1 ({ran.agents[1]}) does not answer: its process {pool.pids[1]} is stopped"
+            assert said in answer.json()["detail"]
+            now = control.role("prefill")
+            assert now["ranks"][1]["modes"]  # what it said last
+            assert "rank 1: has been silent for" in now["drift"][0]
+            # Another try need not wait to find out.
+            again = control.flip("prefill", "normal")
+            assert again.status_code == 504 and "has been silent for" in again.text
+            assert time.monotonic() - started < 40
         finally:
             os.kill(pool.pids[1], signal.SIGCONT)
         deadline = time.monotonic() + 10
