@@ -10,6 +10,7 @@ from ep_backend.deployment.schema import Deployment, Role, RoleName, modes_of
 
 Kind = Literal["hot", "drain", "restart"]
 NO_GRAPHS = ("enforce-eager", "disable-cuda-graph")
+DECODE = {mode.value for mode in modes_of("decode", "auto")}
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ def reachable(deployment: Deployment, name: RoleName) -> list[str]:
     """The modes that a role reaches without a restart: those of its buffer, and auto where that means the same ones."""
     role = dict(deployment.roles.items())[name]
     several = group_of(deployment, role).nodes > 1
-    modes = modes_of(name, role.ep.mode, several)
-    return [*(mode.value for mode in modes), *(["auto"] if modes_of(name, "auto", several) == modes else [])]
+    modes = modes_of(name, role.ep.mode, several, role.engine)
+    auto = modes_of(name, "auto", several, role.engine)
+    return [*(mode.value for mode in modes), *(["auto"] if auto == modes else [])]
 
 
 def _change(old: Deployment, new: Deployment, place: tuple[str, ...], was: Any, becomes: Any) -> Change:
@@ -86,15 +88,16 @@ def _change(old: Deployment, new: Deployment, place: tuple[str, ...], was: Any, 
 def _mode_change(deployment: Deployment, name: RoleName, role: Role, mode: str) -> tuple[Kind, str]:
     if mode not in reachable(deployment, name):
         return "restart", "the buffer was not made for it, or it gives the experts another layout"
-    if _captures(deployment, name, role):
+    if _captures(deployment, name, role, mode):
         return "drain", "captured graphs replay their mode: pause, drop them, capture again, resume"
     return "hot", "the buffer serves both, and all ranks change at the same dispatch"
 
 
-def _captures(deployment: Deployment, name: RoleName, role: Role) -> bool:
-    """Do graphs hold the mode? Both engines run prefill's all-to-all outside graphs."""
-    decodes = name == "decode" or (name == "unified" and role.ep.mode in [m.value for m in modes_of("decode", "auto")])
-    return decodes and deployment.topology.device == "cuda" and not any(role.arg(flag) for flag in NO_GRAPHS)
+def _captures(deployment: Deployment, name: RoleName, role: Role, mode: str) -> bool:
+    """Do graphs hold the mode to leave or the new one? Both engines run prefill's all-to-all outside graphs."""
+    decodes = name == "decode" or (name == "unified" and not DECODE.isdisjoint((role.ep.mode, mode)))
+    eager = any(role.arg(flag) for flag in NO_GRAPHS) or role.arg("cuda-graph-backend-decode") == "disabled"
+    return decodes and deployment.topology.device == "cuda" and not eager
 
 
 def _differences(

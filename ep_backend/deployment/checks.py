@@ -6,22 +6,28 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+from ep_backend.deployment import interpreters
 from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.schema import Deployment
 
 
 def check_startable(deployment: Deployment) -> list[Problem]:
-    """`up` starts vLLM processes on this machine, behind a port that must be free."""
+    """`up` starts engines on this machine, behind a port that must be free."""
     problems = []
     if deployment.target.kind != "local":
         what = f"is {deployment.target.kind}, but `up` starts processes on this machine"
         problems.append(Problem(("target", "kind"), what, "use target: {kind: local}", "EP013"))
-    problems += [
-        Problem(("roles", name, "engine"), f"is {role.engine}, which `up` cannot start yet", "use vllm", "EP013")
-        for name, role in deployment.roles.items()
-        if role.engine != "vllm"
-    ]
-    return [*problems, *_check_namespaces(deployment), *_check_ports_free(deployment)]
+    return [*problems, *_check_interpreter(deployment), *_check_namespaces(deployment), *_check_ports_free(deployment)]
+
+
+def _check_interpreter(deployment: Deployment) -> Iterator[Problem]:
+    for name, role in deployment.roles.items():
+        if role.engine == "sglang":
+            try:
+                interpreters.sglang()
+            except interpreters.NoInterpreter as error:
+                yield Problem(("roles", name, "engine"), f"is sglang, but {error}", error.fix, "EP013")
+                return
 
 
 def _check_namespaces(deployment: Deployment) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from ep_backend.deployment import namespaces
+from ep_backend.deployment import interpreters, namespaces
 from ep_backend.deployment.flags import engine_flags
 from ep_backend.deployment.processes import free_ports
 from ep_backend.deployment.rank_settings import rank_settings
@@ -16,6 +16,7 @@ from ep_backend.deployment.schema import Deployment, Role, RoleName
 from ep_backend.deployment.words import flag_words
 
 SETTINGS_VARIABLE = "EP_BACKEND_SETTINGS"
+BOOTSTRAP = "--disaggregation-bootstrap-port"
 
 
 @dataclass(frozen=True)
@@ -40,28 +41,62 @@ def engine_instances(deployment: Deployment, folder: Path) -> list[Instance]:
 
 
 def router_instance(deployment: Deployment, engines: list[Instance]) -> Instance | None:
-    """vllm-router before a prefill/decode pair; a unified instance is its own address."""
+    """The engine's own router before a prefill/decode pair; a unified instance is its own address."""
     if deployment.roles.unified is not None:
         return None
     bases = {engine.role: _base(engine.health) for engine in engines if engine.health}
     host, port = _front(deployment)
-    command = [
-        *[_program("vllm-router"), "--host", host, "--port", str(port)],
-        *["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"],
-        *["--prefill", bases["prefill"], "--decode", bases["decode"]],
-        # A retry would repeat a request whose engine has just died, and hide that.
-        *["--disable-retries", "--prometheus-port", str(free_ports(1))],
-    ]
+    if deployment.roles.items()[0][1].engine == "sglang":
+        prefill = next(engine.command for engine in engines if engine.role == "prefill" and engine.health)
+        bootstrap = prefill[prefill.index(BOOTSTRAP) + 1]
+        command = [interpreters.sglang()[0], "-P", "-m", "sglang_router.launch_router", "--pd-disaggregation"]
+        command += ["--prefill", bases["prefill"], bootstrap]
+    else:
+        command = [_program("vllm-router"), "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+        command += ["--prefill", bases["prefill"]]
+    command += ["--decode", bases["decode"], "--host", host, "--port", str(port), "--policy", "round_robin"]
+    # A retry would repeat a request whose engine has just died, and hide that.
+    command += ["--disable-retries", "--prometheus-port", str(free_ports(1))]
     return Instance("router", None, command, health=f"http://{host}:{port}/health")
 
 
 def role_instances(deployment: Deployment, name: RoleName, role: Role, folder: Path) -> list[Instance]:
-    """The launches of one role, one a node; writes their settings files."""
+    """The launches of one role, one a node; writes their settings files. Raises NoInterpreter."""
+    site = _site(deployment, name, role, folder)
+    commands = (_sglang_commands if role.engine == "sglang" else _vllm_commands)(deployment, name, role, site)
+    names = [name] if role.nodes == 1 else [f"{name}-node{node}" for node in range(role.nodes)]
+    return [
+        Instance(
+            names[node],
+            name,
+            command,
+            site.envs[node],
+            health=None if node else f"http://{site.host}:{site.port}/health",
+            agents=[] if node else site.agents,
+            namespace=site.spaces[node],
+        )
+        for node, command in enumerate(commands)
+    ]
+
+
+@dataclass(frozen=True)
+class _Site:
+    """Where a role's launches run, by node; and where the first of them listens."""
+
+    host: str
+    port: int
+    address: str
+    """Of the first node, as the others reach it."""
+    spaces: list[str | None]
+    envs: list[dict[str, str]]
+    agents: list[str]
+
+
+def _site(deployment: Deployment, name: RoleName, role: Role, folder: Path) -> _Site:
     agent_port = free_ports(role.ep_size)
     agent_hosts = _agent_hosts(deployment, name, role)
     spaces: list[str | None] = [*_spaces(deployment, name, role)] or [None] * role.nodes
-    unified = name == "unified"
-    host, port = _front(deployment) if unified else ("127.0.0.1", free_ports(1))
+    host, port = _front(deployment) if name == "unified" else ("127.0.0.1", free_ports(1))
     if spaces[0]:
         host = agent_hosts[0]
     node_of = [rank * role.nodes // role.ep_size for rank in range(role.ep_size)]
@@ -74,33 +109,41 @@ def role_instances(deployment: Deployment, name: RoleName, role: Role, folder: P
         settings.write_text(json.dumps(rank_settings(deployment, name, role, agent_host, agent_port), indent=2))
         envs.append({**role.env, SETTINGS_VARIABLE: str(settings)})
         if spaces[node]:
-            envs[node].update(
-                VLLM_HOST_IP=agent_host, GLOO_SOCKET_IFNAME=namespaces.DEVICE, VLLM_NIXL_SIDE_CHANNEL_HOST=agent_host
-            )
-    if not unified:
+            envs[node]["GLOO_SOCKET_IFNAME"] = namespaces.DEVICE
+            envs[node]["VLLM_HOST_IP" if role.engine == "vllm" else "SGLANG_HOST_IP"] = agent_host
+    return _Site(host, port, agent_hosts[0] if spaces[0] else "127.0.0.1", spaces, envs, agents)
+
+
+def _vllm_commands(deployment: Deployment, name: RoleName, role: Role, site: _Site) -> list[list[str]]:
+    if name != "unified":
         side_port = str(free_ports(role.data_parallel))
-        for env in envs:
+        for env in site.envs:
             env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = side_port
+            if "VLLM_HOST_IP" in env:
+                env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = env["VLLM_HOST_IP"]
     command = [_program("vllm"), "serve", str(deployment.model.path), *flag_words(engine_flags(deployment, name, role))]
-    head = ["--host", host, "--port", str(port)]
-    health = f"http://{host}:{port}/health"
+    head = ["--host", site.host, "--port", str(site.port)]
     if role.nodes == 1:
-        return [Instance(name, name, [*command, *head], envs[0], health, agents)]
-    local, rpc_port = role.data_parallel // role.nodes, free_ports(1)
+        return [[*command, *head]]
+    local = role.data_parallel // role.nodes
     command += ["--data-parallel-size-local", str(local)]
-    address = agent_hosts[0] if spaces[0] else "127.0.0.1"
-    command += ["--data-parallel-address", address, "--data-parallel-rpc-port", str(rpc_port)]
-    headless = [
-        Instance(
-            f"{name}-node{node}",
-            name,
-            [*_without(command, "--api-server-count"), "--headless", "--data-parallel-start-rank", str(node * local)],
-            envs[node],
-            namespace=spaces[node],
-        )
-        for node in range(1, role.nodes)
-    ]
-    return [Instance(f"{name}-node0", name, [*command, *head], envs[0], health, agents, spaces[0]), *headless]
+    command += ["--data-parallel-address", site.address, "--data-parallel-rpc-port", str(free_ports(1))]
+    headless = [*_without(command, "--api-server-count"), "--headless", "--data-parallel-start-rank"]
+    return [[*command, *head], *([*headless, str(node * local)] for node in range(1, role.nodes))]
+
+
+def _sglang_commands(deployment: Deployment, name: RoleName, role: Role, site: _Site) -> list[list[str]]:
+    """Every node runs the same command but for its number; only the first one serves clients."""
+    python, version = interpreters.sglang()
+    command = [python, "-P", "-m", "sglang.launch_server", *flag_words(engine_flags(deployment, name, role, version))]
+    if name == "prefill":
+        command += [BOOTSTRAP, str(free_ports(1))]
+    head = ["--host", site.host, "--port", str(site.port)]
+    if role.nodes == 1:
+        return [[*command, *head]]
+    command += ["--nnodes", str(role.nodes), "--dist-init-addr", f"{site.address}:{free_ports(1)}", "--node-rank"]
+    others = ([*command, str(node), "--port", str(free_ports(1))] for node in range(1, role.nodes))
+    return [[*command, "0", *head], *others]
 
 
 def namespaces_of(deployment: Deployment) -> dict[str, str]:

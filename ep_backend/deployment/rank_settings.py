@@ -16,7 +16,7 @@ def rank_settings(deployment: Deployment, name: RoleName, role: Role, agent_host
         "deployment": deployment.name,
         "role": name,
         "mode": ep.mode,
-        "max_tokens": {mode.value: tokens for mode in modes_of(name, ep.mode, group.nodes > 1)},
+        "max_tokens": {mode.value: tokens for mode in modes_of(name, ep.mode, group.nodes > 1, role.engine)},
         "lanes": ep.lanes,
         "timeout_s": ep.timeout_s,
         "gpus_per_node": group.gpus_per_node,

@@ -106,7 +106,7 @@ def buffer_config(
     `modes` None: those that the role's instance makes it for.
     """
     group = group_of(deployment, role)
-    made_for = modes or [mode.value for mode in modes_of(name, role.ep.mode, group.nodes > 1)]
+    made_for = modes or [mode.value for mode in modes_of(name, role.ep.mode, group.nodes > 1, role.engine)]
     return BufferConfig.make(
         group.ranks,
         hidden=shape.hidden,

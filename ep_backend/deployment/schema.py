@@ -24,6 +24,7 @@ from ep_backend.plan.calibration import calibrations
 
 ModeName = Literal["auto", "normal", "direct", "low_latency", "hybrid"]
 RoleName = Literal["prefill", "decode", "unified"]
+Engine = Literal["vllm", "sglang"]
 TargetKind = Literal["local", "shell", "slurm", "lws", "disaggregatedset"]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -165,7 +166,7 @@ class Image(Strict):
 
 
 class Role(Strict):
-    engine: Literal["vllm", "sglang"] = "vllm"
+    engine: Engine = "vllm"
     nodes: Positive = 1
     data_parallel: Positive
     ep: Ep = Ep()
@@ -274,17 +275,18 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Deployment.model_json_schema()}
 
 
-def modes_of(name: RoleName, mode: ModeName, several_nodes: bool = False) -> list[Mode]:
+def modes_of(name: RoleName, mode: ModeName, several_nodes: bool = False, engine: Engine = "vllm") -> list[Mode]:
     """The modes that a role's buffer is made for: its whole family, so that a flip inside it needs no restart.
 
-    Hybrid serves prefill too where there is a second node to save copies to.
+    Hybrid serves prefill too where there is a second node to save copies to. In a unified role vLLM's experts keep one
+    format, SGLang's take that of each batch: prefill batches one family's, decode batches the other's.
     """
     if name != "unified":
-        family = Family(name)
+        families = [Family(name)]
+    elif engine == "sglang":
+        families = list(Family)
     elif mode == "auto":
-        family = Family.PREFILL
+        families = [Family.PREFILL]
     else:
-        family = MODES[Mode(mode)].family
-    return [
-        candidate for candidate, spec in MODES.items() if spec.family is family or (candidate is Mode.HYBRID and several_nodes)
-    ]
+        families = [MODES[Mode(mode)].family]
+    return [each for each, spec in MODES.items() if spec.family in families or (each is Mode.HYBRID and several_nodes)]

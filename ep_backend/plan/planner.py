@@ -133,7 +133,7 @@ def _role_plan(c: _Context) -> RolePlan:
         mode=auto if c.role.ep.mode == "auto" else c.role.ep.mode,
         auto=auto,
         auto_reason=reason,
-        buffer_modes=[mode.value for mode in modes_of(c.name, c.role.ep.mode, c.group.nodes > 1)],
+        buffer_modes=[mode.value for mode in modes_of(c.name, c.role.ep.mode, c.group.nodes > 1, c.role.engine)],
         buffer=buffer_config(c.deployment, c.name, c.role, c.shape, c.tokens).size_hint(),
         memory=_memory_plan(c.memory) if c.memory is not None else None,
         assumptions=list(_assumptions(c)),
@@ -185,7 +185,7 @@ def _auto(c: _Context, modes: dict[str, ModePlan]) -> tuple[str, str]:
     """The mode that the policy's table gives for a full batch, from modes that fit into memory."""
     wished = None if c.role.ep.mode == "auto" else MODES[Mode(c.role.ep.mode)].family
     family = Family(c.name) if c.name != "unified" else wished or Family.PREFILL
-    candidates = modes_of(c.name, c.role.ep.mode if c.name == "unified" else "auto", c.group.nodes > 1)
+    candidates = modes_of(c.name, c.role.ep.mode if c.name == "unified" else "auto", c.group.nodes > 1, c.role.engine)
     situation = Situation(
         PolicyRole(family.value),
         Forward.MIXED,

@@ -16,7 +16,7 @@ ANY_TO_ANY = (Mode.LOW_LATENCY, Mode.DIRECT)
 def check_mode(view: RoleView) -> Iterator[Problem]:
     role, place = view.role, (*view.place, "ep", "mode")
     several = view.group is not None and view.group.nodes > 1
-    allowed = modes_of(view.name, role.ep.mode, several)
+    allowed = modes_of(view.name, role.ep.mode, several, role.engine)
     if role.ep.mode == "auto":
         yield from _check_auto(view, several)
         return
