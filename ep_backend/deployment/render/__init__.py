@@ -30,11 +30,11 @@ class FolderRefused(Exception):
 
 @dataclass(frozen=True)
 class Rendered:
-    """Files by their paths, what lint warns of, and the control key, which some of the files hold."""
+    """Files by their paths, and what lint warns of. Settings and manifests hold the control key, if there is one."""
 
     files: dict[str, str]
     warnings: list[Finding]
-    key: str | None
+    has_key: bool
 
 
 def render(file: Path, kinds: Sequence[TargetKind] = ()) -> Rendered:
@@ -52,7 +52,7 @@ def render(file: Path, kinds: Sequence[TargetKind] = ()) -> Rendered:
     errors = [finding for finding in findings if rules()[finding.problem.code].severity == "error"]
     if errors:
         raise DeploymentError.of(errors)
-    return Rendered(files_for(deployment, wanted), findings, deployment.control.key)
+    return Rendered(files_for(deployment, wanted), findings, deployment.control.key is not None)
 
 
 def files_for(deployment: Deployment, kinds: Sequence[TargetKind]) -> dict[str, str]:
@@ -92,7 +92,7 @@ def write(rendered: Rendered, folder: Path) -> None:
     for name, text in rendered.files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600 if rendered.key and rendered.key in text else 0o644)
+        path.touch(mode=0o600 if rendered.has_key and path.name in (SETTINGS, LWS, DISAGGREGATED_SET) else 0o644)
         path.write_text(text, encoding="utf-8")
         if path.suffix == ".sh":
             path.chmod(0o755)

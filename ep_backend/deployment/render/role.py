@@ -102,7 +102,7 @@ def _as_mapping(value: JsonValue) -> JsonValue:
 def _node_lines(deployment: Deployment, name: RoleName, role: Role) -> list[str]:
     nic, last = topology(deployment.topology).nic, role.nodes - 1
     devices = ["--devices", *nic.devices] if nic is not None and nic.devices else []
-    facts = ["python3", "-m", "ep_backend.deployment.render.node", "--ranks", str(role.ep_size // role.nodes), *devices]
+    facts = ["python3", "-m", "ep_backend.deployment.node", "--ranks", str(role.ep_size // role.nodes), *devices]
     node = f"NODE=${{NODE:?is the number of this node, 0 for the leader, up to {last}}}" if last else "NODE=${NODE:-0}"
     return [
         f"# A node of {deployment.name}'s {name} role: `NODE=0 LEADER=HOST bash {LAUNCH}`. Nodes differ in NODE alone;",
@@ -152,7 +152,11 @@ def _sglang(deployment: Deployment, name: RoleName, role: Role, port: int, leade
     words = [f'--config "$here/{ENGINE}"', _listen(deployment, name, port)]
     if role.nodes > 1:
         words += [f'--dist-init-addr "$LEADER_HOST:{FIRST_PORT[name] + RENDEZVOUS}"', '--node-rank "$NODE"']
-    return ["export SGLANG_HOST_IP=$ADDRESS", *array("arguments", words), 'exec python3 -m sglang.launch_server "${arguments[@]}"']
+    return [
+        "export SGLANG_HOST_IP=$ADDRESS",
+        *array("arguments", words),
+        'exec python3 -m sglang.launch_server "${arguments[@]}"',
+    ]
 
 
 def _listen(deployment: Deployment, name: RoleName, port: int) -> str:

@@ -1,4 +1,4 @@
-"""Runs on a node: `python3 -m ep_backend.deployment.render.node --leader HOST --ranks N [--devices HCA ...]`.
+"""Runs on a node: `python3 -m ep_backend.deployment.node --leader HOST --ranks N [--devices HCA ...]`.
 
 Prints shell assignments of what only the node knows: the leader's address once its name resolves, this node's own address
 on the way there, and the HCA of each rank under whatever CUDA_VISIBLE_DEVICES the launch was given.
@@ -24,7 +24,7 @@ class NodeUnfit(Exception):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="ep_backend.deployment.render.node", description="facts of this node, for its launch")
+    parser = argparse.ArgumentParser(prog="ep_backend.deployment.node", description="facts of this node, for its launch")
     parser.add_argument("--leader", required=True, help="name or address of the role's first node")
     parser.add_argument("--ranks", required=True, type=int, help="ranks that this node runs")
     parser.add_argument("--devices", nargs="*", default=[], help="HCA[:PORT] of each GPU, in nvidia-smi's order")

@@ -1,0 +1,29 @@
+#!/bin/bash
+# Written by `ep-backend render`; change the deployment file instead.
+set -euo pipefail
+# A node of small's prefill role: `NODE=0 LEADER=HOST bash launch.sh`. Nodes differ in NODE alone;
+# LEADER is node 0 as the others reach it. ADDRESS: this node's own, default that of its route to the leader.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+NODE=${NODE:?is the number of this node, 0 for the leader, up to 1}
+LEADER=${LEADER:?is the name or address of node 0}
+if ! [[ $NODE =~ ^(0|[1-9][0-9]*)$ ]] || ((NODE > 1)); then
+    echo "launch.sh: NODE=$NODE, must be 0 to 1" >&2
+    exit 2
+fi
+
+export EP_BACKEND_SETTINGS=$here/settings.json
+export GLOO_SOCKET_IFNAME=eth0
+export NCCL_SOCKET_IFNAME=eth0
+export NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=eth0
+# Of this node: LEADER and ADDRESS as addresses
+facts=$(python3 -m ep_backend.deployment.node --ranks 8 --leader "$LEADER")
+eval "$facts"
+
+export SGLANG_HOST_IP=$ADDRESS
+arguments=(
+    --config "$here/engine.yaml"
+    --host "${HOST:-0.0.0.0}" --port 20000
+    --dist-init-addr "$LEADER_HOST:20100"
+    --node-rank "$NODE"
+)
+exec python3 -m sglang.launch_server "${arguments[@]}"

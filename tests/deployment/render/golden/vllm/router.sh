@@ -1,0 +1,14 @@
+#!/bin/bash
+# Written by `ep-backend render`; change the deployment file instead.
+set -euo pipefail
+# Before small's prefill and decode: `PREFILL=HOST DECODE=HOST bash router.sh`, with their leaders.
+PREFILL=${PREFILL:?is the name or address of the prefill leader}
+DECODE=${DECODE:?is the name or address of the decode leader}
+arguments=(
+    --host "${HOST:-127.0.0.1}" --port 8000 --policy round_robin
+    --disable-retries --worker-startup-timeout-secs 2700
+    --vllm-pd-disaggregation --kv-connector nixl
+    --prefill "http://$PREFILL:20000"
+    --decode "http://$DECODE:22000"
+)
+exec vllm-router "${arguments[@]}"
