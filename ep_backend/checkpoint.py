@@ -1,12 +1,12 @@
-"""A small random DeepSeek-V3: every part of the real architecture, the hub's tensor names, a few megabytes.
+"""Small random models: every part of the real architecture, the hub's tensor names, a few megabytes.
 
 The same seed writes the same bytes.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,65 +23,90 @@ CHAT_TEMPLATE = (
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|Assistant|>{% endif %}"
 )
 
-# kv_lora_rank and qk_rope_head_dim are the real model's, for MLA kernels are compiled for those alone.
+Tensors = Iterator[tuple[str, np.ndarray[Any, Any]]]
+Model = Literal["deepseek-v3", "qwen3-moe"]
+
 # CPU expert kernels want hidden_size and moe_intermediate_size divisible by 32.
-CONFIG: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
+COMMON: dict[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,
     "bos_token_id": BOS,
     "eos_token_id": EOS,
-    "ep_size": 1,
-    "first_k_dense_replace": 1,
-    "head_dim": 64,
     "hidden_act": "silu",
     "hidden_size": 256,
     "initializer_range": 0.02,
     "intermediate_size": 512,
-    "kv_lora_rank": 512,
     "max_position_embeddings": 512,
-    "model_type": "deepseek_v3",
     "moe_intermediate_size": 64,
-    "moe_layer_freq": 1,
-    "n_group": 4,
-    "n_routed_experts": 16,
-    "n_shared_experts": 1,
     "norm_topk_prob": True,
     "num_attention_heads": 4,
     "num_experts_per_tok": 4,
     "num_hidden_layers": 3,
-    "num_key_value_heads": 4,
-    "num_nextn_predict_layers": 0,
     "pad_token_id": PAD,
-    "q_lora_rank": 64,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
     "rms_norm_eps": 1e-6,
     "rope_scaling": None,
     "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
     "tie_word_embeddings": False,
-    "topk_group": 2,
-    "topk_method": "noaux_tc",
     "torch_dtype": "bfloat16",
     "use_cache": True,
-    "v_head_dim": 128,
     "vocab_size": VOCAB,
 }
 
+# kv_lora_rank and qk_rope_head_dim are the real model's, for MLA kernels are compiled for those alone.
+DEEPSEEK_V3: dict[str, Any] = {
+    **COMMON,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "ep_size": 1,
+    "first_k_dense_replace": 1,
+    "head_dim": 64,
+    "kv_lora_rank": 512,
+    "model_type": "deepseek_v3",
+    "moe_layer_freq": 1,
+    "n_group": 4,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_key_value_heads": 4,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+}
 
-def write_checkpoint(out: Path, seed: int = 0) -> int:
+QWEN3_MOE: dict[str, Any] = {
+    **COMMON,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "head_dim": 64,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+
+
+def write_checkpoint(out: Path, seed: int = 0, model: Model = "deepseek-v3") -> int:
     """Writes config, tokenizer and weights into the folder `out`; returns the number of parameters."""
     import torch
     from safetensors.torch import save_file
 
+    config, layer = MODELS[model]
     out.mkdir(parents=True, exist_ok=True)
-    _write_json(out / "config.json", CONFIG)
+    _write_json(out / "config.json", config)
     _write_json(out / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
     _write_tokenizer(out)
     rng = np.random.default_rng(seed)
-    tensors = {name: torch.from_numpy(values.astype(np.float32)).to(_dtype(name)) for name, values in _weights(CONFIG, rng)}
+    tensors = {
+        name: torch.from_numpy(values.astype(np.float32)).to(_dtype(name)) for name, values in _weights(config, layer, rng)
+    }
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return sum(tensor.numel() for tensor in tensors.values())
 
@@ -92,45 +117,75 @@ def _dtype(name: str) -> Any:
     return torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
 
 
-def _weights(config: dict[str, Any], rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    def matrix(rows: int, columns: int, gain: float = 1.0) -> np.ndarray[Any, Any]:
-        values: np.ndarray[Any, Any] = rng.standard_normal((rows, columns)) * (gain / np.sqrt(columns))
-        return values
+Layer = Callable[[dict[str, Any], int, np.random.Generator], Tensors]
 
-    def mlp(prefix: str, inner: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-        yield f"{prefix}.gate_proj.weight", matrix(inner, hidden)
-        yield f"{prefix}.up_proj.weight", matrix(inner, hidden)
-        yield f"{prefix}.down_proj.weight", matrix(hidden, inner)
 
+def _weights(config: dict[str, Any], layer: Layer, rng: np.random.Generator) -> Tensors:
+    hidden = config["hidden_size"]
+    yield "model.embed_tokens.weight", rng.standard_normal((config["vocab_size"], hidden))
+    for index in range(config["num_hidden_layers"]):
+        for name, values in layer(config, index, rng):
+            yield f"model.layers.{index}.{name}", values
+    yield "model.norm.weight", np.ones(hidden)
+    # The gain spreads the logits, so that rounding does not decide which token is the greedy one.
+    yield "lm_head.weight", _matrix(rng, config["vocab_size"], hidden, gain=3.0)
+
+
+def _deepseek_v3(config: dict[str, Any], index: int, rng: np.random.Generator) -> Tensors:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     q_rank, kv_rank = config["q_lora_rank"], config["kv_lora_rank"]
     nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     experts, inner = config["n_routed_experts"], config["moe_intermediate_size"]
+    yield "input_layernorm.weight", np.ones(hidden)
+    yield "self_attn.q_a_proj.weight", _matrix(rng, q_rank, hidden)
+    yield "self_attn.q_a_layernorm.weight", np.ones(q_rank)
+    yield "self_attn.q_b_proj.weight", _matrix(rng, heads * (nope + rope), q_rank)
+    yield "self_attn.kv_a_proj_with_mqa.weight", _matrix(rng, kv_rank + rope, hidden)
+    yield "self_attn.kv_a_layernorm.weight", np.ones(kv_rank)
+    yield "self_attn.kv_b_proj.weight", _matrix(rng, heads * (nope + value), kv_rank)
+    yield "self_attn.o_proj.weight", _matrix(rng, hidden, heads * value)
+    yield "post_attention_layernorm.weight", np.ones(hidden)
+    if index < config["first_k_dense_replace"]:
+        yield from _mlp(rng, "mlp", hidden, config["intermediate_size"])
+        return
+    yield "mlp.gate.weight", _matrix(rng, experts, hidden)
+    yield "mlp.gate.e_score_correction_bias", rng.standard_normal(experts) * 0.01
+    for expert in range(experts):
+        yield from _mlp(rng, f"mlp.experts.{expert}", hidden, inner)
+    yield from _mlp(rng, "mlp.shared_experts", hidden, inner * config["n_shared_experts"])
 
-    yield "model.embed_tokens.weight", rng.standard_normal((config["vocab_size"], hidden))
-    for index in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{index}"
-        attention = f"{layer}.self_attn"
-        yield f"{layer}.input_layernorm.weight", np.ones(hidden)
-        yield f"{attention}.q_a_proj.weight", matrix(q_rank, hidden)
-        yield f"{attention}.q_a_layernorm.weight", np.ones(q_rank)
-        yield f"{attention}.q_b_proj.weight", matrix(heads * (nope + rope), q_rank)
-        yield f"{attention}.kv_a_proj_with_mqa.weight", matrix(kv_rank + rope, hidden)
-        yield f"{attention}.kv_a_layernorm.weight", np.ones(kv_rank)
-        yield f"{attention}.kv_b_proj.weight", matrix(heads * (nope + value), kv_rank)
-        yield f"{attention}.o_proj.weight", matrix(hidden, heads * value)
-        yield f"{layer}.post_attention_layernorm.weight", np.ones(hidden)
-        if index < config["first_k_dense_replace"]:
-            yield from mlp(f"{layer}.mlp", config["intermediate_size"])
-            continue
-        yield f"{layer}.mlp.gate.weight", matrix(experts, hidden)
-        yield f"{layer}.mlp.gate.e_score_correction_bias", rng.standard_normal(experts) * 0.01
-        for expert in range(experts):
-            yield from mlp(f"{layer}.mlp.experts.{expert}", inner)
-        yield from mlp(f"{layer}.mlp.shared_experts", inner * config["n_shared_experts"])
-    yield "model.norm.weight", np.ones(hidden)
-    # The gain spreads the logits, so that rounding does not decide which token is the greedy one.
-    yield "lm_head.weight", matrix(config["vocab_size"], hidden, gain=3.0)
+
+def _qwen3_moe(config: dict[str, Any], index: int, rng: np.random.Generator) -> Tensors:
+    hidden, head = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    yield "input_layernorm.weight", np.ones(hidden)
+    yield "self_attn.q_proj.weight", _matrix(rng, queries, hidden)
+    yield "self_attn.k_proj.weight", _matrix(rng, keys, hidden)
+    yield "self_attn.v_proj.weight", _matrix(rng, keys, hidden)
+    yield "self_attn.o_proj.weight", _matrix(rng, hidden, queries)
+    yield "self_attn.q_norm.weight", np.ones(head)
+    yield "self_attn.k_norm.weight", np.ones(head)
+    yield "post_attention_layernorm.weight", np.ones(hidden)
+    yield "mlp.gate.weight", _matrix(rng, config["num_experts"], hidden)
+    for expert in range(config["num_experts"]):
+        yield from _mlp(rng, f"mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
+
+
+def _mlp(rng: np.random.Generator, prefix: str, hidden: int, inner: int) -> Tensors:
+    yield f"{prefix}.gate_proj.weight", _matrix(rng, inner, hidden)
+    yield f"{prefix}.up_proj.weight", _matrix(rng, inner, hidden)
+    yield f"{prefix}.down_proj.weight", _matrix(rng, hidden, inner)
+
+
+def _matrix(rng: np.random.Generator, rows: int, columns: int, gain: float = 1.0) -> np.ndarray[Any, Any]:
+    values: np.ndarray[Any, Any] = rng.standard_normal((rows, columns)) * (gain / np.sqrt(columns))
+    return values
+
+
+MODELS: dict[Model, tuple[dict[str, Any], Layer]] = {
+    "deepseek-v3": (DEEPSEEK_V3, _deepseek_v3),
+    "qwen3-moe": (QWEN3_MOE, _qwen3_moe),
+}
 
 
 def _write_tokenizer(out: Path) -> None:
@@ -151,7 +206,7 @@ def _write_tokenizer(out: Path) -> None:
             "bos_token": SPECIAL_TOKENS[0],
             "eos_token": SPECIAL_TOKENS[1],
             "pad_token": SPECIAL_TOKENS[2],
-            "model_max_length": CONFIG["max_position_embeddings"],
+            "model_max_length": COMMON["max_position_embeddings"],
             "chat_template": CHAT_TEMPLATE,
         },
     )

@@ -51,3 +51,12 @@ def test_any_text_survives_the_tokenizer(checkpoint: Path) -> None:
     assert tokenizer.decode(ids) == text
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
     assert chat == "<|bos|><|User|>hi<|Assistant|>"
+
+
+def test_transformers_loads_every_tensor_of_a_qwen3_moe(tmp_path: Path) -> None:
+    from transformers import Qwen3MoeForCausalLM
+
+    parameters = write_checkpoint(tmp_path, model="qwen3-moe")
+    model, info = Qwen3MoeForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert parameters == sum(each.numel() for each in model.parameters())

@@ -5,12 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("vllm", reason="engine tests need vLLM: run ./ep test")
-
 from rich.console import Console
 
-from ep_backend.checkpoint import write_checkpoint
+from ep_backend.checkpoint import Model, write_checkpoint
 from ep_backend.demo import make_prompts
 from ep_backend.deployment.commands import down, up_detached
 from ep_backend.deployment.state import RunState
@@ -30,10 +27,19 @@ class Served:
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    checkpoint = tmp_path_factory.mktemp("engine") / "checkpoint"
-    write_checkpoint(checkpoint)
+    return _serve(tmp_path_factory.mktemp("engine"), "deepseek-v3")
+
+
+@pytest.fixture(scope="session")
+def served_qwen(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return _serve(tmp_path_factory.mktemp("engine"), "qwen3-moe")
+
+
+def _serve(folder: Path, model: Model) -> Served:
+    write_checkpoint(folder / "checkpoint", model=model)
     prompts = make_prompts()[::4]
-    return Served(checkpoint, prompts, greedy_reference(checkpoint, prompts, TOKENS, lambda: None).tokens)
+    reference = greedy_reference(folder / "checkpoint", prompts, TOKENS, lambda: None)
+    return Served(folder / "checkpoint", prompts, reference.tokens)
 
 
 @pytest.fixture

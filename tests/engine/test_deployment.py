@@ -22,6 +22,7 @@ from ep_backend.deployment.processes import free_ports, session_members, shared_
 from ep_backend.deployment.state import RunState, read_state
 from tests.engine.conftest import TOKENS, Served
 
+pytest.importorskip("vllm", reason="these tests need vLLM: run ./ep test")
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 Up = Callable[[Path], RunState]

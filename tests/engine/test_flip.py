@@ -21,6 +21,7 @@ from ep_backend.deployment.state import RunState
 from tests.engine.conftest import TOKENS, Served
 
 LONG = os.environ.get("EP_TEST_LONG") == "1"
+pytest.importorskip("vllm", reason="these tests need vLLM: run ./ep test")
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 CLIENTS, SECONDS, FLIPS = (8, 180.0, 10) if LONG else (4, 0.0, 2)

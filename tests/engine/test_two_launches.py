@@ -18,6 +18,7 @@ from ep_backend.deployment.state import RunState
 from tests.control.test_namespaces import can_make_namespaces
 from tests.engine.conftest import TOKENS, Served
 
+pytest.importorskip("vllm", reason="these tests need vLLM: run ./ep test")
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
