@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +21,8 @@ from ruamel.yaml import YAML
 from ep_backend.checkpoint import write_checkpoint
 from ep_backend.control.client import ControlClient, ControlFailed
 from ep_backend.deployment.agents import ModeCounters, RankStatus, all_statuses
-from ep_backend.deployment.client import complete
-from ep_backend.deployment.commands import down, up_detached
+from ep_backend.deployment.client import TIMEOUT_S, stream
+from ep_backend.deployment.commands import Interrupted, down, up_detached
 from ep_backend.deployment.load import load
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.processes import free_ports
@@ -72,9 +73,8 @@ def run_demo(break_combine: bool) -> bool:
             state = up_detached(file, console)
             rounds.append(_run_round(console, state, prompts, prefill, decode))
             for prefill, decode in later:
-                _flip(console, state, file, prefill, decode)
-                rounds.append(_run_round(console, state, prompts, prefill, decode))
-    except (DeploymentError, ControlFailed) as error:
+                rounds.append(_run_round(console, state, prompts, prefill, decode, flip_file=file))
+    except (DeploymentError, ControlFailed, Interrupted) as error:
         _say(console, f"failed: {error}")
         return False
     console.print(_tokens_table(prompts, reference.tokens, rounds))
@@ -125,30 +125,40 @@ def _flip(console: Console, state: RunState, file: Path, prefill: str, decode: s
         _say(console, f"flip: {flip.role} {flip.before} -> {flip.mode} on {flip.ranks} ranks after epoch {flip.epoch}")
 
 
-def _run_round(console: Console, state: RunState, prompts: list[str], prefill: str, decode: str) -> Round:
+def _run_round(
+    console: Console, state: RunState, prompts: list[str], prefill: str, decode: str, flip_file: Path | None = None
+) -> Round:
+    """Sends all prompts, and counts what they moved. With ``flip_file`` the modes are flipped to while answers stream, and
+    what came before that is not counted."""
+    streaming = threading.Event()
     before = all_statuses(state)
     started = time.monotonic()
-    with _bar(console, f"{AT_ONCE} prompts at once through {state.url}", len(prompts)) as advance:
+    with (
+        _bar(console, f"{AT_ONCE} prompts at once through {state.url}", len(prompts)) as advance,
+        ThreadPoolExecutor(AT_ONCE) as pool,
+    ):
 
         def answer(prompt: str) -> list[int]:
-            tokens = _answer(console, state, prompt)
+            tokens: list[int] = []
+            try:
+                for token in stream(state, prompt, NEW_TOKENS):
+                    tokens.append(token)
+                    streaming.set()
+            except httpx.HTTPError as error:
+                _say(console, f"no answer to a prompt: {error}")
             advance()
             return tokens
 
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            answers = list(pool.map(answer, prompts))
+        running = [pool.submit(answer, prompt) for prompt in prompts]
+        if flip_file is not None:
+            streaming.wait(TIMEOUT_S)
+            _flip(console, state, flip_file, prefill, decode)
+            before = all_statuses(state)
+        answers = [one.result() for one in running]
     seconds = time.monotonic() - started
     after = all_statuses(state)
     deltas, silent = deltas_of(before, after, {"prefill": prefill, "decode": decode})
     return Round(prefill, decode, answers, seconds, deltas, silent)
-
-
-def _answer(console: Console, state: RunState, prompt: str) -> list[int]:
-    try:
-        return complete(state, prompt, NEW_TOKENS)
-    except httpx.HTTPError as error:
-        _say(console, f"no answer to a prompt: {error}")
-        return []
 
 
 def deltas_of(

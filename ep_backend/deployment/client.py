@@ -1,5 +1,7 @@
 """Sends prompts to a deployment as any client would."""
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -18,20 +20,40 @@ def chat(state: RunState, prompt: str, max_tokens: int) -> str:
 
 def complete(state: RunState, prompt: str, tokens: int) -> list[int]:
     """The ids of exactly so many tokens that continue a prompt, greedy."""
-    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "return_token_ids": True}
-    choice = _post(state, "/v1/completions", body)
-    return [int(token) for token in choice["token_ids"]]
+    return list(stream(state, prompt, tokens))
+
+
+def stream(state: RunState, prompt: str, tokens: int) -> Iterator[int]:
+    """The same, each token when it comes."""
+    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "return_token_ids": True, "stream": True}
+    with httpx.stream("POST", f"{state.url}/v1/completions", json=_greedy(state, body), timeout=TIMEOUT_S) as response:
+        if response.is_error:
+            response.read()
+        _raise_for_status(response)
+        for line in response.iter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                event = json.loads(line.removeprefix("data: "))
+                if "choices" not in event:
+                    raise httpx.RemoteProtocolError(f"the answer broke off: {line}")
+                yield from event["choices"][0]["token_ids"]
 
 
 def _post(state: RunState, route: str, body: dict[str, Any]) -> dict[str, Any]:
-    everywhere = {"model": state.served_name, "temperature": 0}
-    response = httpx.post(f"{state.url}{route}", json={**everywhere, **body}, timeout=TIMEOUT_S)
+    response = httpx.post(f"{state.url}{route}", json=_greedy(state, body), timeout=TIMEOUT_S)
+    _raise_for_status(response)
+    choice: dict[str, Any] = response.json()["choices"][0]
+    return choice
+
+
+def _greedy(state: RunState, body: dict[str, Any]) -> dict[str, Any]:
+    return {"model": state.served_name, "temperature": 0, **body}
+
+
+def _raise_for_status(response: httpx.Response) -> None:
     if response.is_error:  # the engine's own words, not httpx's
         raise httpx.HTTPStatusError(
             f"status {response.status_code}: {_reason(response)}", request=response.request, response=response
         )
-    choice: dict[str, Any] = response.json()["choices"][0]
-    return choice
 
 
 def _reason(response: httpx.Response) -> str:
