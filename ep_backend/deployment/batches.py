@@ -28,6 +28,12 @@ def tokens_a_sequence(role: Role) -> int:
     return 1 + given if isinstance(given, int) else 1
 
 
+def eager(role: Role) -> bool:
+    """Does the role decode without captured graphs?"""
+    disabled = role.arg("cuda-graph-backend-decode") == "disabled" or role.arg("disable-cuda-graph")
+    return bool(disabled if role.engine == "sglang" else role.arg("enforce-eager"))
+
+
 def capacity(deployment: Deployment, role: Role) -> int:
     """Rows a rank may dispatch: what the file says, or the batch limit, as `up` takes it."""
     return role.ep.max_tokens or batch_limit(deployment, role)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, Literal
 
+from ep_backend.deployment.batches import eager
 from ep_backend.deployment.resolve import group_of
 from ep_backend.deployment.schema import Deployment, Role, RoleName, modes_of
 
 Kind = Literal["hot", "drain", "restart"]
-NO_GRAPHS = ("enforce-eager", "disable-cuda-graph")
 DECODE = {mode.value for mode in modes_of("decode", "auto")}
 
 
@@ -96,8 +96,7 @@ def _mode_change(deployment: Deployment, name: RoleName, role: Role, mode: str) 
 def _captures(deployment: Deployment, name: RoleName, role: Role, mode: str) -> bool:
     """Do graphs hold the mode to leave or the new one? Both engines run prefill's all-to-all outside graphs."""
     decodes = name == "decode" or (name == "unified" and not DECODE.isdisjoint((role.ep.mode, mode)))
-    eager = any(role.arg(flag) for flag in NO_GRAPHS) or role.arg("cuda-graph-backend-decode") == "disabled"
-    return decodes and deployment.topology.device == "cuda" and not eager
+    return decodes and deployment.topology.device == "cuda" and not eager(role)
 
 
 def _differences(

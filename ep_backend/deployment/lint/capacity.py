@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from ep_backend.deployment.batches import batch_limit, tokens_a_sequence
+from ep_backend.deployment.batches import batch_limit, eager, tokens_a_sequence
 from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.resolve import buffer_config, limited_as_grouped
@@ -57,7 +57,7 @@ def check_capacity(view: RoleView) -> Iterator[Problem]:
             f"captures a batch of {bucket} tokens, but ep.max_tokens is {capacity}",
             f"set max_tokens to {bucket}, or a largest bucket of {capacity // (each if role.engine == 'sglang' else 1)}",
         )
-    elif role.engine == "sglang" and view.name != "prefill" and not bucket and not role.arg("disable-cuda-graph"):
+    elif role.engine == "sglang" and view.name != "prefill" and not bucket and not eager(role):
         what = f"is {capacity}, but no flag bounds the decode graphs: SGLang chooses their buckets by GPU memory"
         yield problem("EP109", place, what, f"set cuda-graph-max-bs-decode: {capacity // each}")
     most = max(batch, sequences * each, bucket)

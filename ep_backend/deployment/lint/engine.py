@@ -36,6 +36,8 @@ OWNED_FLAGS = {
     "node-rank": "nodes",
     "dist-init-addr": "nodes",
     "disaggregation-mode": "roles",
+    "disaggregation-bootstrap-port": "roles",
+    "device": "topology.device",
     "model-path": "model.path",
 }
 OWNED_ENV = ("EP_BACKEND_SETTINGS", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
