@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -39,12 +39,15 @@ def fail(error: Exception) -> typer.Exit:
 def checkpoint(
     out: Annotated[Path, typer.Argument(help="the folder to write", show_default=False)],
     seed: Annotated[int, typer.Option(help="the same seed writes the same bytes", min=0)] = 0,
+    model: Annotated[
+        Literal["deepseek-v3", "qwen3-moe"], typer.Option(help="SGLang on a CPU serves the second")
+    ] = "deepseek-v3",
 ) -> None:
-    """Write a small random DeepSeek-V3 checkpoint with tokenizer and chat template."""
+    """Write a small random checkpoint with tokenizer and chat template."""
     from ep_backend.checkpoint import write_checkpoint
 
-    parameters = write_checkpoint(out, seed)
-    print(f"{out}: DeepseekV3ForCausalLM, {parameters / 1e6:.2f} M parameters, seed {seed}")
+    parameters = write_checkpoint(out, seed, model)
+    print(f"{out}: {model}, {parameters / 1e6:.2f} M parameters, seed {seed}")
 
 
 @app.command()
