@@ -38,8 +38,7 @@ def install() -> None:
     except compat.Incompatible as reason:
         _incompatible = str(reason)
         log.warning("%s", reason)
-        if compat.can_refuse():
-            compat.wrap_resolution(_refuse, None, None)
+        compat.refuse_with(_refuse)
 
 
 def requested(server_args: Any) -> bool:

@@ -22,8 +22,8 @@ from server_plugins.sglang.plan import Plan
 FIRST, BEYOND = "0.5.17", "0.5.24"
 OVERRIDE = "EP_BACKEND_ALLOW_UNTESTED_SGLANG"
 
-STEPS = ("handle_deprecated_dp_attention", "handle_a2a_moe", "validate_deepep_v2_dispatch_token_budget")
-"""The first step, the one of the backends, and the last."""
+STEPS = ("handle_mega_moe", "handle_a2a_moe", "validate_deepep_v2_dispatch_token_budget")
+"""The first step that reads the backend, the one of the backends, and the last."""
 PIPELINE = "sglang.srt.arg_groups.pipeline.run_resolution_pipeline"
 PIPELINE_A2A = "sglang.srt.arg_groups.moe_hook.handle_a2a_moe"
 SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
@@ -139,11 +139,13 @@ def apply_hooks() -> None:
 
 def choices_of(field: str) -> Any:
     """The very list that the parser reads."""
-    from sglang.srt import server_args
     from sglang.srt.arg_groups.arg_utils import _unwrap_annotated
+    from sglang.srt.server_args import ServerArgs
 
-    hints = typing.get_type_hints(server_args.ServerArgs, include_extras=True)
-    return getattr(_unwrap_annotated(hints[field])[1], "choices", None)
+    hint = typing.get_type_hints(ServerArgs, include_extras=True)[field]
+    if isinstance(ServerArgs.__annotations__.get(field), str):
+        ServerArgs.__annotations__[field] = hint  # else every reader makes a list of its own from the text
+    return getattr(_unwrap_annotated(hint)[1], "choices", None)
 
 
 def resolution() -> str:
@@ -153,33 +155,28 @@ def resolution() -> str:
     return "pipeline" if importlib.util.find_spec("sglang.srt.arg_groups.pipeline") else "methods"
 
 
-def can_refuse() -> bool:
-    """Is there at least a place from which to say that this SGLang does not fit?"""
-    try:
-        require_resolution()
-    except Incompatible:
-        return False
-    return True
+def refuse_with(refuse: Wrapped) -> None:
+    """Say no from whatever place of resolving there is."""
+    if resolution() != "steps":
+        hook(_whole(), lambda original, server_args: refuse(server_args, original))
+        return
+    from sglang.srt.arg_groups.resolution_hooks import _OVERRIDABLE_HOOKS, register_resolution_hook
+
+    for name in set(STEPS) & set(_OVERRIDABLE_HOOKS):
+        register_resolution_hook(name)(refuse)
 
 
-def wrap_resolution(first: Wrapped, a2a: Wrapped | None, last: Wrapped | None) -> None:
+def wrap_resolution(first: Wrapped, a2a: Wrapped, last: Wrapped) -> None:
     """Wrap the first step of resolving, the one of the backends, and the last one."""
     if resolution() == "steps":
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
         for name, wrapped in zip(STEPS, (first, a2a, last), strict=True):
-            if wrapped is not None:
-                register_resolution_hook(name)(wrapped)
+            register_resolution_hook(name)(wrapped)
         return
-
-    def whole(original: Step, server_args: Any) -> None:
-        first(server_args, original if last is None else lambda s: last(s, original))
-
-    methods = resolution() == "methods"
-    hook(f"{SERVER_ARGS}.__post_init__" if methods else PIPELINE, whole)
-    if a2a is not None:
-        target = f"{SERVER_ARGS}._handle_a2a_moe" if methods else PIPELINE_A2A
-        hook(target, lambda original, server_args: a2a(server_args, original))
+    hook(_whole(), lambda original, server_args: first(server_args, lambda s: last(s, original)))
+    target = f"{SERVER_ARGS}._handle_a2a_moe" if resolution() == "methods" else PIPELINE_A2A
+    hook(target, lambda original, server_args: a2a(server_args, original))
 
 
 def raw(server_args: Any, field: str) -> Any:
@@ -261,6 +258,11 @@ def publish_alias(name: str, alias: str, fields: tuple[str, ...], *server_args: 
         for field in fields:
             if getattr(record, field) == name:
                 object.__setattr__(record, field, alias)
+
+
+def _whole() -> str:
+    """The function that resolves everything."""
+    return f"{SERVER_ARGS}.__post_init__" if resolution() == "methods" else PIPELINE
 
 
 def _graph_max_bs(view: Any) -> int:
