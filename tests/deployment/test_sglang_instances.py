@@ -1,0 +1,156 @@
+"""What a role of SGLang turns into: command lines, settings, its router, and the Python that runs it."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ep_backend.deployment import interpreters
+from ep_backend.deployment.checks import check_startable
+from ep_backend.deployment.flags import engine_flags
+from ep_backend.deployment.instances import Instance, engine_instances, router_instance
+from ep_backend.deployment.load import load
+from ep_backend.deployment.schema import Deployment
+from ep_backend.modes import Mode
+
+PREFILL = "ep: {mode: direct, max_tokens: 1024}\n    args: {max-num-batched-tokens: 1024, max-num-seqs: 8}"
+DECODE = "ep: {mode: low_latency, max_tokens: 256}\n    args: {max-num-batched-tokens: 256}"
+PAIR = (
+    (f"data_parallel: 2\n    {PREFILL}", f"engine: sglang\n    data_parallel: 2\n    {PREFILL}"),
+    (f"data_parallel: 2\n    {DECODE}", f"engine: sglang\n    data_parallel: 2\n    {DECODE}"),
+    ("max-num-batched-tokens: 1024, max-num-seqs: 8", "chunked-prefill-size: 2048"),
+    ("max-num-batched-tokens: 256", "max-running-requests: 512, cuda-graph-backend-decode: disabled"),
+)
+PYTHON = "/opt/sglang/bin/python"
+
+
+@pytest.fixture(autouse=True)
+def _some_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreters, "sglang", lambda: (PYTHON, "0.5.23"))
+
+
+@pytest.fixture
+def unified(write_file: Callable[..., Path]) -> Callable[..., Deployment]:
+    """The pair's prefill role alone, with replacements."""
+
+    def make(*replacements: tuple[str, str]) -> Deployment:
+        file = write_file(*PAIR[:1], PAIR[2], *replacements)
+        text = file.read_text()
+        file.write_text(text[: text.index("  decode:")].replace("prefill:", "unified:") + text[text.index("router:") :])
+        return load(file).deployment
+
+    return make
+
+
+def value(instance: Instance, flag: str) -> str:
+    return instance.command[instance.command.index(flag) + 1]
+
+
+def settings(instance: Instance) -> dict[str, object]:
+    read: dict[str, object] = json.loads(Path(instance.env["EP_BACKEND_SETTINGS"]).read_text())
+    return read
+
+
+def test_a_unified_role_has_both_families_and_its_own_address(unified: Callable[..., Deployment], tmp_path: Path) -> None:
+    deployment = unified(("max_tokens: 1024", "max_tokens: 1024, overlap: tbo, lanes: 2"), ("{device: cuda}", "{device: cpu}"))
+    (engine,) = engine_instances(deployment, tmp_path / "run")
+    assert engine.command[:4] == [PYTHON, "-P", "-m", "sglang.launch_server"]
+    assert value(engine, "--model-path") == str(deployment.model.path)
+    assert value(engine, "--moe-a2a-backend") == "ep_backend"
+    assert (value(engine, "--tp-size"), value(engine, "--attn-dp-size")) == ("2", "2")
+    assert value(engine, "--device") == "cpu"
+    assert value(engine, "--chunked-prefill-size") == "2048"
+    assert "--enable-two-batch-overlap" in engine.command
+    assert not any("disaggregation" in word for word in engine.command)
+    assert engine.health == f"http://127.0.0.1:{deployment.router.port}/health"
+    assert settings(engine)["max_tokens"] == {mode.value: 1024 for mode in Mode}
+    assert engine.agents == [f"http://127.0.0.1:{int(str(settings(engine)['agent_port'])) + rank}" for rank in range(2)]
+    assert router_instance(deployment, [engine]) is None
+
+
+def test_a_pair_and_its_router(write_file: Callable[..., Path], tmp_path: Path) -> None:
+    deployment = load(write_file(*PAIR)).deployment
+    prefill, decode = engine_instances(deployment, tmp_path / "run")
+    assert value(prefill, "--disaggregation-mode") == "prefill" and value(decode, "--disaggregation-mode") == "decode"
+    assert value(prefill, "--disaggregation-transfer-backend") == value(decode, "--disaggregation-transfer-backend") == "nixl"
+    bootstrap = value(prefill, "--disaggregation-bootstrap-port")
+    assert "--disaggregation-bootstrap-port" not in decode.command
+    assert settings(decode)["max_tokens"] == {"low_latency": 256, "hybrid": 256}
+    router = router_instance(deployment, [prefill, decode])
+    assert router is not None and router.command[:5] == [
+        PYTHON,
+        "-P",
+        "-m",
+        "sglang_router.launch_router",
+        "--pd-disaggregation",
+    ]
+    at = router.command.index("--prefill")
+    assert router.command[at + 1 : at + 3] == [f"http://127.0.0.1:{value(prefill, '--port')}", bootstrap]
+
+
+def test_a_role_on_two_nodes_is_two_launches(unified: Callable[..., Deployment], tmp_path: Path) -> None:
+    deployment = unified(
+        ("{device: cuda}", "{device: cuda, nodes: 2}"),
+        ("data_parallel: 2", "data_parallel: 4\n    nodes: 2"),
+        ("chunked-prefill-size: 2048", "chunked-prefill-size: 4096"),
+    )
+    head, second = engine_instances(deployment, tmp_path / "run")
+    assert head.health is not None and second.health is None
+    assert [value(launch, "--node-rank") for launch in (head, second)] == ["0", "1"]
+    assert value(head, "--dist-init-addr") == value(second, "--dist-init-addr")
+    assert value(head, "--nnodes") == "2" and value(head, "--port") != value(second, "--port")
+    assert [settings(launch)["agent_host"] for launch in (head, second)] == ["127.0.0.1", "127.0.0.2"]
+    assert len(head.agents) == 4 and not second.agents
+
+
+def test_an_older_sglang_gets_its_own_spelling(unified: Callable[..., Deployment]) -> None:
+    deployment = unified()
+    role = deployment.roles.unified
+    assert role is not None
+    flags = engine_flags(deployment, "unified", role, "0.5.17")
+    assert flags["dp-size"] == 2 and flags["enable-dp-attention"] is True and "attn-dp-size" not in flags
+
+
+PROGRAM = """#!/bin/sh
+[ "$1" = -c ] && echo {versions} && exit {status}
+"""
+
+
+def program(folder: Path, versions: str, status: int = 0) -> str:
+    file = folder / "python"
+    file.write_text(PROGRAM.format(versions=versions, status=status))
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_the_python_of_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv(interpreters.SGLANG_PYTHON, program(tmp_path, "0.5.23+cpu 0.1.0"))
+    assert interpreters.sglang() == (str(tmp_path / "python"), "0.5.23")
+    monkeypatch.delenv(interpreters.SGLANG_PYTHON)
+    monkeypatch.setattr(interpreters, "installed", lambda package: "0.5.22")
+    assert interpreters.sglang() == (sys.executable, "0.5.22")
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        (None, "this environment has no SGLang"),
+        ("/nowhere/python", "EP_SGLANG_PYTHON=/nowhere/python cannot be run"),
+        (sys.executable, "has not all it needs (importlib.metadata.PackageNotFoundError"),
+    ],
+)
+def test_no_python_of_sglang_is_told_before_loading(
+    named: str | None, said: str, unified: Callable[..., Deployment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment = unified()
+    monkeypatch.undo()
+    monkeypatch.setattr(interpreters, "installed", lambda package: None)
+    monkeypatch.setattr(interpreters, "VERSIONS", "from importlib.metadata import version; version('no-such-engine')")
+    monkeypatch.setattr(os, "environ", {**os.environ, **({interpreters.SGLANG_PYTHON: named} if named else {})})
+    (problem,) = check_startable(deployment)
+    assert problem.place == ("roles", "unified", "engine") and said in problem.what
+    assert "name its Python in EP_SGLANG_PYTHON" in problem.fix
