@@ -61,7 +61,9 @@ class Agent:
         key: str | None,
         flip: Flip,
         buffers: Callable[[], Sequence[Carrier]],
+        facts: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
+        self._facts = facts
         self._identity = identity
         self._flip = flip
         self._buffers = buffers
@@ -84,7 +86,7 @@ class Agent:
 
     def status(self) -> dict[str, Any]:
         """The body of ``GET /status``, less ``silent_s``."""
-        return rank_status(self._identity, self._flip, self._buffers())
+        return rank_status(self._identity, self._flip, self._buffers(), self._facts())
 
     def stop(self) -> None:
         """Stop serving and free the port; waits at most 10 seconds."""
@@ -152,8 +154,14 @@ class Agent:
         return self._flip.state()
 
 
-def rank_status(identity: Identity, flip: Flip, buffers: Sequence[Carrier]) -> dict[str, Any]:
-    """What a rank executed, JSON-ready; counters are sums over its buffers."""
+def rank_status(
+    identity: Identity, flip: Flip, buffers: Sequence[Carrier], facts: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a rank executed, JSON-ready; counters are sums over its buffers.
+
+    ``facts``: what only the adapter knows: ``sms`` (limit of a kernel), ``fallbacks`` (how often `auto` could not take its
+    first choice, by reason), ``estimates`` (seconds a layer by mode, as planned).
+    """
     stats = [buffer.stats() for buffer in buffers]
     latest: Stats = max(stats, key=lambda s: int(s["epoch"]), default={})
     state = flip.state()
@@ -168,7 +176,10 @@ def rank_status(identity: Identity, flip: Flip, buffers: Sequence[Carrier]) -> d
         "modes": _sum([s["modes"] for s in stats]),
         "max_tokens": latest.get("max_tokens", {}),
         "wait_s": _sum([s["wait_s"] for s in stats]),
+        "buffer_bytes": _sum([s["buffer_bytes"] for s in stats]),
         "flip": state,
+        **{"sms": None, "fallbacks": {}, "estimates": {}},
+        **(facts or {}),
     }
 
 

@@ -164,6 +164,7 @@ class EpBuffer:
         self.config = config
         self.rank = meeting.rank
         self._lanes = [_LaneState() for _ in range(lanes)]
+        self._bytes = config.region_bytes()
         self._error: str | None = None
         self._fabric: Fabric = make_fabric(name, config, meeting, faults)
         self._fabric.stats.expert_rows = [0] * config.shape.local_experts
@@ -382,6 +383,7 @@ class EpBuffer:
             "epoch": epoch,
             "max_tokens": {mode.value: tokens for mode, tokens in self.config.max_tokens.items()},
             "failed": self._error or self._fabric.failure(),
+            "buffer_bytes": self._bytes,
         }
 
     def failure(self) -> str | None:

@@ -168,6 +168,11 @@ class BufferConfig:
             "total": layout.heap_bytes(s, self.lanes),
         }
 
+    def region_bytes(self) -> dict[str, int]:
+        """Bytes of one rank's heap by region, over all lanes: control, words, dispatch, combine, staging."""
+        hint = self.size_hint()
+        return {"control": hint["control"], **{name: self.lanes * n for name, n in hint["lanes"][0].items()}}
+
 
 def _require(ok: bool, message: str) -> None:
     if not ok:

@@ -20,6 +20,7 @@ from fastapi.responses import PlainTextResponse
 
 from ep_backend.agent import MOST_BYTES, SILENT_S
 from ep_backend.control.metrics import Ranks, exposition
+from ep_backend.control.nics import ports
 from ep_backend.serving import needs_key
 
 FRESH_S = 1.0
@@ -69,7 +70,7 @@ class Rank:
         await asyncio.wait([self._report], timeout=FRESH_S)
         if self._latest is None:
             raise HTTPException(503, f"the rank (process {self._pid}) has not reported yet")
-        return {**self._latest, "silent_s": round(self.silent_s, 3)}
+        return {**self._latest, "silent_s": round(self.silent_s, 3), "nics": ports()}
 
     async def change(self, request: dict[str, Any]) -> Any:
         """What the rank answers. HTTPException if it refuses, or does not come to it in time; it drops what is too late."""

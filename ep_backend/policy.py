@@ -158,6 +158,7 @@ class Situation:
 class Decision:
     mode: Mode
     reason: str
+    fallback: str | None = None  # why auto's first choice could not carry the batch: "capture", "capacity" or "absent"
 
 
 def modes_of(family: Family) -> frozenset[Mode]:
@@ -191,7 +192,7 @@ def decide(s: Situation) -> Decision:
             raise ValueError(obstacle)
         return Decision(wished, "the deployment names it")
     faster = _faster(s)
-    obstacles = {}
+    obstacles, fallback = {}, None
     for family in FAMILIES[s.role][s.forward]:
         for row in POLICY:
             if row.family is not family or row.topology is not s.topology:
@@ -200,11 +201,10 @@ def decide(s: Situation) -> Decision:
                 continue
             obstacle = _obstacle(row.mode, s)
             if obstacle is None:
-                return Decision(row.mode, row.reason + _numbers(s))
+                return Decision(row.mode, row.reason + _numbers(s), fallback)
             obstacles[row.mode] = obstacle
-    raise ValueError(
-        f"no mode can carry a {s.forward.value} batch of role {s.role.value}: " + "; ".join(obstacles.values())
-    )
+            fallback = fallback or _kind(row.mode, s)
+    raise ValueError(f"no mode can carry a {s.forward.value} batch of role {s.role.value}: " + "; ".join(obstacles.values()))
 
 
 def _allowed(role: Role) -> set[Mode]:
@@ -232,6 +232,13 @@ def _obstacle(mode: Mode, s: Situation) -> str | None:
     if s.tokens > s.capacity[mode]:
         return f"{s.tokens} tokens exceed max_tokens={s.capacity[mode]} of mode {mode.value}; raise it or send smaller batches"
     return None
+
+
+def _kind(mode: Mode, s: Situation) -> str:
+    """Which obstacle it is, in a word."""
+    if s.capture and not mode.spec.graph:
+        return "capture"
+    return "absent" if mode not in s.capacity else "capacity"
 
 
 def _names(modes: Iterable[Mode]) -> str:

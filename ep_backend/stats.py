@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PATHS = ("local", "scale_up", "scale_out", "forwarded")  # forwarded: written by a relay for another rank
+PHASES = ("send", "receive")
 
 
 @dataclass
@@ -17,7 +18,7 @@ class OpStats:
     """One operation of one mode. ``forwarded`` counts on top of the path that the record took."""
 
     calls: int = 0
-    seconds: float = 0.0  # in the phases of these calls, waits included; without the time between them
+    phase_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # of the host, waits included
     records: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PATHS, 0))
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PATHS, 0))
 
@@ -26,12 +27,17 @@ class OpStats:
         self.bytes[path] += nbytes
 
     @contextmanager
-    def timed(self) -> Iterator[None]:
+    def timed(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds += time.perf_counter() - started
+            self.phase_s[phase] += time.perf_counter() - started
+
+    @property
+    def seconds(self) -> float:
+        """In the phases of these calls, without the time between them."""
+        return sum(self.phase_s.values())
 
 
 @dataclass
@@ -57,7 +63,7 @@ class BufferStats:
         return self.modes.setdefault(name, ModeStats())
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready: modes -> {dispatches, combines, tokens, seconds, records, bytes, and combine's last three}."""
+        """JSON-ready: modes -> {dispatches, combines, tokens, seconds, phase_s, records, bytes, and combine's last four}."""
         return {
             "modes": {
                 name: {
@@ -66,6 +72,8 @@ class BufferStats:
                     "tokens": m.tokens,
                     "seconds": m.dispatch.seconds,
                     "combine_seconds": m.combine.seconds,
+                    "phase_s": dict(m.dispatch.phase_s),
+                    "combine_phase_s": dict(m.combine.phase_s),
                     "slots_high_water": m.slots_high_water,
                     "records": dict(m.dispatch.records),
                     "bytes": dict(m.dispatch.bytes),

@@ -34,6 +34,7 @@ class Buffer:
             "failed": self.failed,
             "modes": {self.mode: counters},
             "wait_s": {"0": 0.5},
+            "buffer_bytes": {"control": 64},
             "timeouts": 0,
         }
 

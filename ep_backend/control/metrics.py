@@ -16,6 +16,7 @@ from ep_backend.stats import PATHS
 
 PREFIX = "ep_backend_"
 RANK = ("role", "engine", "ep_rank")
+PORT = ("role", "engine", "node", "device", "port")
 OPS = {"dispatch": ("dispatches", ""), "combine": ("combines", "combine_")}
 
 Status = Mapping[str, Any]
@@ -41,11 +42,20 @@ class Ranks(Collector):
         epoch = _gauge("mode_epoch", "Epoch of the dispatch that agreed on the mode; the same on all ranks", *RANK)
         changed = _counter("mode_changes", "Changes of mode that all ranks agreed on", *RANK)
         timeouts = _counter("timeouts", "Waits that ended without what they waited for", *RANK)
+        phases = _counter("phase_seconds", "Host time in a phase; normal mode does all in send", *per_op, "phase")
+        held = _gauge("buffer_bytes", "Symmetric memory of the rank's buffers", *RANK, "region")
+        sms = _gauge("num_sms", "SMs a kernel may use, where the deployment limits them", *RANK)
+        fallback = _counter("fallback", "Batches that auto's first choice of mode could not carry, by why", *RANK, "reason")
+        error = _gauge("model_error_ratio", "Host time of a dispatch and its combine over the plan's", *RANK, "mode")
+        rate = _gauge("nic_rate_gbps", "Rate of an RDMA port's link, 0 while it is down", *PORT)
+        faults = _counter("nic_errors", "What the driver counts of a port", *PORT, "counter")
         for status in self._statuses:
             rank = [str(status["role"]), str(status["engine"]), str(status["rank"])]
             for name, m in status["modes"].items():
                 for op, (calls, prefix) in OPS.items():
                     seconds.add_metric([*rank, name, op], count_value=m[calls], sum_value=m[prefix + "seconds"])
+                    for phase, spent in m[prefix + "phase_s"].items():
+                        phases.add_metric([*rank, name, op, phase], spent)
                     for path in PATHS:
                         sent.add_metric([*rank, name, op, path], m[prefix + "bytes"][path])
                         records.add_metric([*rank, name, op, path], m[prefix + "records"][path])
@@ -55,6 +65,22 @@ class Ranks(Collector):
                     copies.add_metric([*rank, name], left / m["tokens"])
                 slots.add_metric([*rank, name], m["slots_high_water"])
                 used.add_metric([*rank, name], m["slots_high_water"] / status["max_tokens"][name])
+            for region, size in status["buffer_bytes"].items():
+                held.add_metric([*rank, region], size)
+            if status["sms"] is not None:
+                sms.add_metric(rank, status["sms"])
+            for reason, times in status["fallbacks"].items():
+                fallback.add_metric([*rank, reason], times)
+            for name, planned in status["estimates"].items():
+                m = status["modes"].get(name)
+                if m and m["dispatches"] and m["seconds"]:
+                    error.add_metric([*rank, name], (m["seconds"] + m["combine_seconds"]) / m["dispatches"] / planned)
+            node, first = divmod(int(status["rank"]), int(status["gpus_per_node"]))
+            for port in status["nics"] if first == 0 else ():
+                place = [*rank[:2], str(node), port["device"], str(port["port"])]
+                rate.add_metric(place, port["rate_gbps"])
+                for name, count in port["errors"].items():
+                    faults.add_metric([*place, name], count)
             for node, time in _by_node(status).items():
                 waited.add_metric([*rank, str(node)], time)
             if status["mode_executed"]:
@@ -62,7 +88,12 @@ class Ranks(Collector):
             epoch.add_metric(rank, status["flip"]["agreed_epoch"])
             changed.add_metric(rank, status["flip"]["flips"])
             timeouts.add_metric(rank, status["timeouts"])
+        slow = _gauge("slow_rank_score", "Waiting for a rank over the mean of all, since start", "role", "engine", "peer")
+        for (role, engine), scores in _slowness(self._statuses).items():
+            for peer, score in scores.items():
+                slow.add_metric([role, engine, str(peer)], score)
         yield from (seconds, sent, records, tokens, copies, slots, used, waited, mode, epoch, changed, timeouts)
+        yield from (phases, held, sms, fallback, error, rate, faults, slow)
 
 
 class Control(Collector):
@@ -95,6 +126,24 @@ def _by_node(status: Status) -> dict[int, float]:
     for peer, waited in status["wait_s"].items():
         seconds[int(peer) // int(status["gpus_per_node"])] += waited
     return seconds
+
+
+def _slowness(statuses: Sequence[Status]) -> dict[tuple[str, str], dict[int, float]]:
+    """By role and peer: mean time that the other ranks waited for it, over that mean of all peers. 1: like the others."""
+    waits: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for status in statuses:
+        for peer in range(int(status["world_size"])):
+            if peer != int(status["rank"]):
+                # JSON has turned the keys of an agent's own answer into text.
+                waited = status["wait_s"].get(peer, status["wait_s"].get(str(peer), 0.0))
+                waits[str(status["role"]), str(status["engine"])][peer].append(waited)
+    scores = {}
+    for role, peers in waits.items():
+        means = {peer: sum(seconds) / len(seconds) for peer, seconds in peers.items()}
+        overall = sum(means.values()) / len(means)
+        if overall:
+            scores[role] = {peer: mean / overall for peer, mean in means.items()}
+    return scores
 
 
 def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:

@@ -16,6 +16,8 @@ class ModeCounters(BaseModel):
     slots_high_water: int = 0
     seconds: float = 0.0
     combine_seconds: float = 0.0
+    phase_s: dict[str, float] = {}
+    combine_phase_s: dict[str, float] = {}
     records: dict[str, int] = {}
     bytes: dict[str, int] = {}
     combine_records: dict[str, int] = {}
@@ -28,6 +30,15 @@ class ModeCounters(BaseModel):
             records={path: count - before.records.get(path, 0) for path, count in self.records.items()},
             bytes={path: count - before.bytes.get(path, 0) for path, count in self.bytes.items()},
         )
+
+
+class NicPort(BaseModel):
+    """One RDMA port of the rank's host; see :mod:`ep_backend.control.nics`."""
+
+    device: str
+    port: int
+    rate_gbps: float
+    errors: dict[str, int]
 
 
 class FlipState(BaseModel):
@@ -59,6 +70,11 @@ class RankStatus(BaseModel):
     modes: dict[str, ModeCounters] = {}
     max_tokens: dict[str, int] = {}
     wait_s: dict[int, float] = {}
+    buffer_bytes: dict[str, int] = {}
+    sms: int | None = None
+    fallbacks: dict[str, int] = {}
+    estimates: dict[str, float] = {}
+    nics: list[NicPort] = []
     flip: FlipState = FlipState()
     silent_s: float = 0.0
     error: str | None = None

@@ -1,6 +1,7 @@
 """One a worker: the buffers of its EP group, the mode they run, and what watches over them."""
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,7 @@ class EpManager(All2AllManagerBase):
             )
         self.gpus_per_node = per_node
         self.buffers: list[EpBuffer] = []
+        self._fallbacks: Counter[str] = Counter()
         self._by_shape: dict[tuple[int, int, int, str], EpBuffer] = {}
         self._watchdog = Watchdog(self.failure, grace_s=GRACE_S[fabric()])
         self._watchdog.start()
@@ -97,7 +99,10 @@ class EpManager(All2AllManagerBase):
         tokens = _agreed_tokens(limits.tokens)
         capture = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         situation = self.choice.situation(self.flip.mode, tokens, limits.capacity, limits.top_k, self.nodes, capture)
-        return decide(situation).mode
+        decision = decide(situation)
+        if decision.fallback:
+            self._fallbacks[decision.fallback] += 1
+        return decision.mode
 
     def failure(self) -> str | None:
         return next((reason for buffer in self.buffers if (reason := buffer.failure())), None)
@@ -115,9 +120,7 @@ class EpManager(All2AllManagerBase):
     def _check_flip(self, wish: Wish) -> None:
         """ValueError if this instance needs a restart to run the wish."""
         if current_platform.is_cuda() and self._compilation.cudagraph_mode != CUDAGraphMode.NONE:
-            raise ValueError(
-                "its CUDA graphs replay the mode they captured; restart the role, or run it with enforce-eager"
-            )
+            raise ValueError("its CUDA graphs replay the mode they captured; restart the role, or run it with enforce-eager")
         for config in (buffer.config for buffer in self.buffers):
             decide(self.choice.situation(wish, self._most_tokens, config.max_tokens, config.top_k, self.nodes))
 
@@ -141,7 +144,12 @@ class EpManager(All2AllManagerBase):
             key=settings.agent_key.get_secret_value() if settings.agent_key else None,
             flip=self.flip,
             buffers=lambda: self.buffers,
+            facts=self._facts,
         )
+
+    def _facts(self) -> dict[str, Any]:
+        estimates = {mode.value: seconds for mode, seconds in self.choice.settings.estimates.items()}
+        return {"sms": self.sms, "fallbacks": dict(self._fallbacks), "estimates": estimates}
 
 
 def _agreed_tokens(max_num_tokens: int) -> int:

@@ -19,6 +19,8 @@ from tests.core import oracle
 from tests.core.pool import Pool, World
 from tests.core.rounds import LAYOUTS, Round
 
+# What an adapter adds: a limit of SMs, how often auto fell back, planned seconds a layer.
+FACTS = {"sms": 20, "fallbacks": {"capacity": 3}, "estimates": {"direct": 1e-3}}
 Step = tuple[int, str]  # epoch and mode of one dispatch
 
 
@@ -78,7 +80,8 @@ def serve(world: World, role: str, mode: str, port: int, stop: str, busy: bool, 
     buffer = world.make(payloads=("fp32",))
     flip = Flip(mode, buffers=lambda: [buffer], check=check)
     identity = Identity("test", role, world.rank, world.size, world.size, "fake")
-    agent = Agent(identity, host="127.0.0.1", port=port + world.rank, key=None, flip=flip, buffers=lambda: [buffer])
+    place = {"host": "127.0.0.1", "port": port + world.rank, "key": None}
+    agent = Agent(identity, **place, flip=flip, buffers=lambda: [buffer], facts=lambda: FACTS)
     prompts = Prompts(port + world.size) if world.rank == 0 else None
     steps: list[Step] = []
     try:

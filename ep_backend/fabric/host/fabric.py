@@ -59,11 +59,11 @@ class HostFabric:
         stats.tokens += call.tokens
         stats.slots_high_water = max(stats.slots_high_water, call.tokens)
         stats.dispatch.calls += 1
-        with stats.dispatch.timed(), self._refusal_first(call):
+        with stats.dispatch.timed("send"), self._refusal_first(call):
             _protocol(call.mode).start_dispatch(self, call)
 
     def finish_dispatch(self, call: Call) -> Received:
-        with self.stats.mode(call.mode.value).dispatch.timed(), self._refusal_first(call):
+        with self.stats.mode(call.mode.value).dispatch.timed("receive"), self._refusal_first(call):
             received: Received = _protocol(call.mode).finish_dispatch(self, call)
             self._check(call, "dispatch")  # modes that use the same words would not notice that they differ
         self._executed = (call.mode, call.epoch)
@@ -77,11 +77,11 @@ class HostFabric:
     def start_combine(self, call: Call, y: torch.Tensor) -> None:
         stats = self.stats.mode(call.mode.value).combine
         stats.calls += 1
-        with stats.timed():
+        with stats.timed("send"):
             _protocol(call.mode).start_combine(self, call, y)
 
     def finish_combine(self, call: Call, out: torch.Tensor) -> None:
-        with self.stats.mode(call.mode.value).combine.timed():
+        with self.stats.mode(call.mode.value).combine.timed("receive"):
             _protocol(call.mode).finish_combine(self, call, out)
         if self.faults.corrupt_combine and out.numel():
             out[:, 0] += 1
