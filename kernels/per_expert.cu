@@ -13,9 +13,9 @@ __device__ __forceinline__ Warps all_warps() {
   return {int(blockIdx.x * warps + threadIdx.x / 32), int(gridDim.x * warps)};
 }
 
-// By expert: [local expert][R + 1], the first of each source's rows among the expert's; behind the last, all.
+// Behind the plan: [local expert][R + 1], the first of each source's rows among the expert's; behind the last, all.
 __device__ __forceinline__ int* expert_plan(const Args& a, int expert) {
-  return reinterpret_cast<int*>(a.plan) + expert * (a.ranks + 1);
+  return reinterpret_cast<int*>(a.plan) + plan_words(a.ranks) + expert * (a.ranks + 1);
 }
 __device__ __forceinline__ u64 expert_slots(const Args& a, int rank, int expert, int source) {
   return a.heap[rank] + a.slots + (expert * a.ranks + source) * a.slot_segment;

@@ -24,8 +24,14 @@ def ranks() -> Iterator[Any]:
         yield made
 
 
-@pytest.fixture(params=["host", NVSHMEM])
+@pytest.fixture(params=["host", "emulated", NVSHMEM])
 def fabric(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=["emulated", NVSHMEM])
+def kernels(request: pytest.FixtureRequest) -> str:
+    """The fabric that runs the CUDA kernels, or their emulation."""
     return str(request.param)
 
 

@@ -93,6 +93,13 @@ class World:
 
         return EpBuffer(self.group, **self.arguments(**changes))
 
+    def settle(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
     def buffer(self, **changes: Any) -> Any:
         """A buffer shared by all tests that ask for the same arguments; it must be left idle."""
         key = repr(sorted(changes.items()))
@@ -104,6 +111,7 @@ class World:
 
 
 def modes(fabric: str) -> tuple[str, ...]:
+    """That the fabric has: "host", "nvshmem", or "emulated", which is nvshmem's kernels on a CPU."""
     if fabric == "host":
         return ("normal", "direct", "low_latency", "hybrid")
     return ("direct", "low_latency")
@@ -140,6 +148,11 @@ def _join(conn: Connection, rank: int, size: int, fabric: str) -> World:
     if fabric == "nvshmem":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    if fabric == "emulated":
+        from tests.kernels import emulator
+
+        emulator.install()
+        fabric = "nvshmem"
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
         conn.send_bytes(pickle.dumps(store.port))
@@ -165,9 +178,7 @@ class Pool:
         self._start()
         return [w.pid for w in self.workers]
 
-    def run(
-        self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_S, **kw: Any
-    ) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_S, **kw: Any) -> list[Any]:
         """``fn(world, *args)`` on every rank; their results, or AssertionError with what each rank said."""
         outcomes = self.outcomes(fn, *args, timeout=timeout, **kw)
         bad = [o for o in outcomes if o.kind != "ok"]
@@ -183,9 +194,7 @@ class Pool:
         **kw: Any,
     ) -> list[Outcome]:
         """Like run, for calls that are meant to end badly. Ranks that stop themselves go on after all others."""
-        assert isinstance(fn, FunctionType) and "<" not in fn.__qualname__, (
-            "give a module's function"
-        )
+        assert isinstance(fn, FunctionType) and "<" not in fn.__qualname__, "give a module's function"
         self._start()
         job = pickle.dumps((fn.__code__.co_filename, fn.__qualname__, args, kw))
         for conn in self._conns:

@@ -16,7 +16,8 @@ from ep_backend.config import BufferConfig
 from ep_backend.errors import EpDisagree, EpError, EpFailed, EpTimeout, WaitRecord
 from ep_backend.fabric.base import Call, Received
 from ep_backend.fabric.meeting import Meeting
-from ep_backend.fabric.nvshmem import launch, world
+from ep_backend.fabric.nvshmem import launch
+from ep_backend.fabric.nvshmem.device import Gpu
 from ep_backend.fabric.nvshmem.launch import MOST_WARPS, STAGE_BYTES, Args, Launch, Roles
 from ep_backend.layout import Payload
 from ep_backend.modes import Layout, Mode
@@ -62,32 +63,29 @@ class NvshmemFabric:
     def __init__(self, config: BufferConfig, meeting: Meeting) -> None:
         self._supported(config)
         s = config.shape
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._gpu = gpu = Gpu()
+        self.device = gpu.device
         self.config, self.shape, self.rank = config, s, meeting.rank
         self.allocated_bytes = layout.heap_bytes(s, config.lanes)
         self.stats: BufferStats = DeviceStats(self)
         self._meeting = meeting
-        torch.cuda.synchronize()
-        self.world = world.join(meeting, self.device, self.allocated_bytes)
-        self._kernels = launch.kernels(self.device)
+        gpu.finish()
+        self._kernels = gpu.kernels()
         # Kernels that wait for peers get so few blocks that those of all lanes are resident together, in any order.
-        multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self._most_blocks = min(multiprocessors, layout.CHANNELS)
-        self._most_waiting = min(multiprocessors // config.lanes, layout.CHANNELS)
+        self._most_blocks = min(gpu.multiprocessors, layout.CHANNELS)
+        self._most_waiting = min(gpu.multiprocessors // config.lanes, layout.CHANNELS)
         # Host memory that kernels write: 16 words of error report, then agreed, and received rows by lane.
-        self._host = torch.zeros(20, dtype=torch.int64, pin_memory=True)
+        self._host = gpu.mapped(20)
         self._seen = self._host.numpy()
         counters = 4 * (4 * s.ranks + 4) + s.ranks + s.local_experts
         self._counters = torch.zeros(counters, dtype=torch.int64, device=self.device)
         self._control = torch.zeros(4, dtype=torch.int64, device=self.device)
         self._lanes = torch.tensor([[1, 0, 0]] * config.lanes, dtype=torch.int64, device=self.device)
-        self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._one = torch.ones(1, dtype=torch.int64, pin_memory=True)
         self._reason: str | None = None
         self._proposal = 0
         self._launches: dict[tuple[object, ...], tuple[Launch, ...]] = {}
         control = max(layout.lane_offset(s, i) + layout.lane(s).dispatch for i in range(config.lanes))
-        self._heap = world.Heap(self.allocated_bytes, control, meeting)
+        self._heap = gpu.heap(self.allocated_bytes, control, meeting)
         self._args = {
             key: self._lane_args(*key)
             for key in itertools.product(range(config.lanes), config.max_tokens, Layout, config.payloads)
@@ -174,7 +172,7 @@ class NvshmemFabric:
     def _prepare(self, call: Call) -> _State:
         s = self.shape
         capacity, masked = s.ranks * call.max_tokens, call.layout is Layout.MASKED
-        if call.host_counts and not masked and torch.cuda.is_current_stream_capturing():
+        if call.host_counts and not masked and self._gpu.capturing():
             raise ValueError("a captured dispatch cannot wait for the number of rows: use host_counts=False, or masked")
         words = layout.scale_bytes(call.payload, s.hidden) // 4
         scale_dtype = torch.float32 if call.payload is Payload.FP8 else torch.int32
@@ -193,10 +191,11 @@ class NvshmemFabric:
             weights = self._empty((capacity, s.top_k), torch.float32)
         counts = self._empty((s.local_experts,), torch.int32)
         # plan | target | position | pick_weight, 32 bits each
+        plan_words = s.ranks * (layout.CHANNELS + 2)
         if self._per_expert(call):
-            sizes = (s.local_experts * (s.ranks + 1), s.local_experts * capacity, 0)
+            sizes = (plan_words + s.local_experts * (s.ranks + 1), s.local_experts * capacity, 0)
         else:
-            sizes = (s.ranks * (layout.CHANNELS + 2), capacity, capacity * s.top_k if masked else 0)
+            sizes = (plan_words, capacity, capacity * s.top_k if masked else 0)
         records = self._empty((sizes[0] + sizes[1] + 2 * sizes[2],), torch.int32)
         plan = records.data_ptr()
         target, position = plan + 4 * sizes[0], plan + 4 * (sizes[0] + sizes[1])
@@ -231,7 +230,7 @@ class NvshmemFabric:
             if self._per_expert(call):
                 make = self._expert_dispatch_launches if op == "dispatch" else self._expert_combine_launches
             launches = self._launches[key] = make(call, send, receive)
-        stream = launch.stream_of(self.device)
+        stream = self._gpu.stream()
         for one in launches:
             state.args.pack(values, one)
             self._kernels[one.kernel].launch(one, state.args, stream)
@@ -381,7 +380,7 @@ class NvshmemFabric:
     def agreed(self) -> int:
         if not self.proposal:  # nor can all ranks carry one
             return 0
-        torch.cuda.current_stream(self.device).synchronize()
+        self._gpu.finish_stream()
         return int(self._seen[16])
 
     def refuse(self, lane: int, epoch: int, reason: str) -> None:
@@ -394,9 +393,8 @@ class NvshmemFabric:
 
     def abort(self, reason: str) -> None:
         self._reason = self._reason or reason
-        driver = world.driver()
         for peer in self._heap.peers if self._heap.base else ():
-            driver.cuMemcpyAsync(peer + 8 * self.rank, self._one.data_ptr(), 8, self._side.cuda_stream)
+            self._gpu.set_word(peer + 8 * self.rank)
 
     def failure(self) -> str | None:
         if self._reason is None and self._seen[0]:
@@ -449,7 +447,7 @@ class NvshmemFabric:
     def destroy(self) -> None:
         self._reason = self._reason or "destroyed"
         if self._heap.base:
-            torch.cuda.synchronize(self.device)  # kernels end: their waits are bounded
+            self._gpu.finish()
         self._heap.close(min(self.config.timeout_s, 5.0))
 
 

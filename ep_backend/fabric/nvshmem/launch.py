@@ -156,7 +156,3 @@ def _find(image: str, device: torch.device) -> Path:
             "build the package where nvcc is, or use fabric='host'"
         )
     return path
-
-
-def stream_of(device: torch.device) -> int:
-    return int(torch.cuda.current_stream(device).cuda_stream)

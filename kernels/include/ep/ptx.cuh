@@ -57,6 +57,13 @@ __device__ __forceinline__ void store_vec(void* p, const Vec& r) {
                ::"l"(p), "r"(r.v[0]), "r"(r.v[1]), "r"(r.v[2]), "r"(r.v[3]) : "memory");
 }
 
+// Two bf16, rounded to nearest even.
+__device__ __forceinline__ u32 pack(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+
 // Programmatic launches: the next kernel of the stream may start now; and: the one before has ended.
 __device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -20,11 +20,6 @@ __device__ __forceinline__ Range share(int bytes, int part, int parts) {
 __device__ __forceinline__ float2 unpack(u32 bf16x2) {
   return {__uint_as_float(bf16x2 << 16), __uint_as_float(bf16x2 & 0xffff0000u)};
 }
-__device__ __forceinline__ u32 pack(float lo, float hi) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-  return r;
-}
 
 // to = sum of weight x row over the lanes of `set`, in order, in fp32, rounded once to bf16, for one run of the rows.
 // Each lane of the set holds its term's row and weight.

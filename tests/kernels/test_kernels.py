@@ -1,4 +1,6 @@
-"""What only the nvshmem fabric has: two ways through the kernels, graphs, SM budgets, bounded waits, large offsets."""
+"""What only the nvshmem fabric has: two ways through the kernels, graphs, SM budgets, bounded waits, large offsets.
+
+``kernels`` is "nvshmem" on a GPU, and "emulated" on any machine."""
 
 from __future__ import annotations
 
@@ -13,7 +15,6 @@ from tests.core import oracle
 from tests.core.pool import Outcome, World, attempt
 from tests.core.rounds import Round
 
-pytestmark = pytest.mark.gpu
 PAYLOADS = ("bf16", "fp8", "fp8_cast", "fp8_ue8m0_cast")
 
 
@@ -39,8 +40,8 @@ def one_kernel_for_everything(world: World) -> int:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_fused_kernels(ranks: Any, size: int) -> None:
-    done = ranks(size, "nvshmem").run(one_kernel_for_everything, timeout=200)
+def test_fused_kernels(ranks: Any, kernels: str, size: int) -> None:
+    done = ranks(size, kernels).run(one_kernel_for_everything, timeout=200)
     assert set(done) == {len(KINDS) * 3 * len(PAYLOADS)}
 
 
@@ -54,8 +55,8 @@ def many_tokens(world: World, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 63, 64, 65, 128, 512, 513, 1024, 4096])
-def test_batch_sizes(ranks: Any, tokens: int) -> None:
-    ranks(2, "nvshmem").run(many_tokens, tokens)
+def test_batch_sizes(ranks: Any, kernels: str, tokens: int) -> None:
+    ranks(2, kernels).run(many_tokens, tokens)
 
 
 def some_top_k(world: World, top_k: int) -> None:
@@ -67,8 +68,8 @@ def some_top_k(world: World, top_k: int) -> None:
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 6, 8, 9, 11, 12, 16, 32])
-def test_top_k(ranks: Any, top_k: int) -> None:
-    ranks(2, "nvshmem").run(some_top_k, top_k)
+def test_top_k(ranks: Any, kernels: str, top_k: int) -> None:
+    ranks(2, kernels).run(some_top_k, top_k)
 
 
 def budgets(world: World) -> None:
@@ -86,8 +87,8 @@ def budgets(world: World) -> None:
                 want = rows, out.cpu()
 
 
-def test_any_sm_budget_gives_the_same_bits(ranks: Any) -> None:
-    ranks(2, "nvshmem").run(budgets)
+def test_any_sm_budget_gives_the_same_bits(ranks: Any, kernels: str) -> None:
+    ranks(2, kernels).run(budgets)
 
 
 def by_expert(world: World) -> int:
@@ -104,8 +105,8 @@ def by_expert(world: World) -> int:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_per_expert_form(ranks: Any, size: int) -> None:
-    assert set(ranks(size, "nvshmem").run(by_expert, timeout=120)) == {len(KINDS) * len(PAYLOADS)}
+def test_per_expert_form(ranks: Any, kernels: str, size: int) -> None:
+    assert set(ranks(size, kernels).run(by_expert, timeout=120)) == {len(KINDS) * len(PAYLOADS)}
 
 
 class Captured:
@@ -117,7 +118,7 @@ class Captured:
         self.x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device)
         self.ids = torch.full((tokens, top_k), -1, dtype=torch.int64, device=device)
         self.weights = torch.zeros(tokens, top_k, device=device)
-        torch.cuda.synchronize()
+        world.settle()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.got = buffer.dispatch(self.x, self.ids, self.weights, mode=mode, lane=lane, host_counts=False)
@@ -165,6 +166,7 @@ def replays(world: World, count: int) -> int:
     return count
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("size,count", [(2, 240), (4, 60)])
 def test_graphs_replay_with_new_routing_between_eager_rounds(ranks: Any, size: int, count: int) -> None:
     assert ranks(size, "nvshmem").run(replays, count, timeout=200) == [count] * size
@@ -175,7 +177,7 @@ def capture_with_host_counts(world: World) -> Outcome:
         x = torch.zeros(2, 256, dtype=torch.bfloat16, device=world.device)
         ids = torch.zeros(2, 4, dtype=torch.int64, device=world.device)
         weights = torch.zeros(2, 4, device=world.device)
-        torch.cuda.synchronize()
+        world.settle()
 
         def capture() -> None:
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -184,6 +186,7 @@ def capture_with_host_counts(world: World) -> Outcome:
         return attempt(capture)
 
 
+@pytest.mark.gpu
 def test_a_capture_cannot_wait_for_counts(ranks: Any) -> None:
     for outcome in ranks(2, "nvshmem").run(capture_with_host_counts):
         assert outcome.kind == "error" and "host_counts=False" in outcome.message
@@ -205,11 +208,11 @@ def stalled(world: World, absent: str) -> tuple[Outcome, float, str | None]:
             late.dispatch()
             late.receive()
         late.combine()
-        torch.cuda.synchronize()
+        world.settle()
         late.collect()
 
     outcome = attempt(go_on)
-    torch.cuda.synchronize()
+    world.settle()
     took, why = time.monotonic() - started, buffer.failure()
     again = attempt(lambda: Round(world, buffer, oracle.make_case(2, [1] * world.size), "direct").run())
     assert again.error == "EpFailed", again
@@ -220,8 +223,8 @@ def stalled(world: World, absent: str) -> tuple[Outcome, float, str | None]:
 
 
 @pytest.mark.parametrize("absent", ["dispatch", "combine"])
-def test_a_peer_that_does_not_come_fails_the_buffer(ranks: Any, absent: str) -> None:
-    pool = ranks(2, "nvshmem")
+def test_a_peer_that_does_not_come_fails_the_buffer(ranks: Any, kernels: str, absent: str) -> None:
+    pool = ranks(2, kernels)
     found = pool.run(stalled, absent, timeout=30)
     outcome, took, why = found[0]
     assert took < 4 and why is not None and f"{absent}: mode=direct, lane=1, epoch=1" in why
@@ -230,17 +233,17 @@ def test_a_peer_that_does_not_come_fails_the_buffer(ranks: Any, absent: str) -> 
 
 
 def disagreeing(world: World) -> str | None:
-    buffer = world.make(timeout_s=5.0)
+    buffer = world.make(timeout_s=20.0)
     layout = "compact" if world.rank == 0 else "masked"
     attempt(lambda: Round(world, buffer, oracle.make_case(0, [2] * world.size), "direct", layout=layout).run())
-    torch.cuda.synchronize()
+    world.settle()
     why = buffer.failure()
     buffer.destroy()
     return why
 
 
-def test_ranks_that_call_different_things(ranks: Any) -> None:
-    whys = ranks(2, "nvshmem").run(disagreeing)
+def test_ranks_that_call_different_things(ranks: Any, kernels: str) -> None:
+    whys = ranks(2, kernels).run(disagreeing)
     assert any(w and "compact" in w and "masked" in w for w in whys), whys
 
 
@@ -252,15 +255,15 @@ def aborting(world: World) -> tuple[str | None, float]:
         buffer.abort("the caller gave up")
     else:
         attempt(lambda: Round(world, buffer, oracle.make_case(0, [2] * world.size), "direct").run())
-        torch.cuda.synchronize()
+        world.settle()
     why = buffer.failure()
     took = time.monotonic() - started
     buffer.destroy()
     return why, took
 
 
-def test_abort_ends_the_waits_of_others(ranks: Any) -> None:
-    (why, took), (own, _) = ranks(2, "nvshmem").run(aborting)
+def test_abort_ends_the_waits_of_others(ranks: Any, kernels: str) -> None:
+    (why, took), (own, _) = ranks(2, kernels).run(aborting)
     assert why is not None and "rank 1 gave up" in why and took < 10
     assert own is not None and "the caller gave up" in own
 
@@ -278,13 +281,14 @@ def bad_ids(world: World) -> str | None:
         buffer.combine(got.rows, got.handle)
 
     attempt(call)
-    torch.cuda.synchronize()
+    world.settle()
     why = buffer.failure()
     assert attempt(lambda: buffer.dispatch(x, ids, weights, mode="direct")).error == "EpFailed"
     buffer.destroy()
     return why
 
 
+@pytest.mark.gpu  # ids on a CPU are checked before the call
 def test_ids_outside_the_model_fail_the_buffer_by_name(ranks: Any) -> None:
     why, other = ranks(2, "nvshmem").run(bad_ids)
     assert why is not None and "topk id 24" in why and "token 1" in why
@@ -306,5 +310,6 @@ def far_offsets(world: World) -> int:
         return int(buffer.allocated_bytes)
 
 
+@pytest.mark.gpu
 def test_offsets_past_2_gib(ranks: Any) -> None:
     assert all(n > 4 << 30 for n in ranks(2, "nvshmem").run(far_offsets, timeout=120))

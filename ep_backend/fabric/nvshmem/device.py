@@ -1,0 +1,48 @@
+"""What the fabric asks of its GPU, in one place: tests put an emulated device here and run the same kernels without one."""
+
+from __future__ import annotations
+
+import torch
+
+from ep_backend.fabric.meeting import Meeting
+from ep_backend.fabric.nvshmem import launch, world
+
+
+class Gpu:
+    """The process's current CUDA device."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.multiprocessors = int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+        self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._one = torch.ones(1, dtype=torch.int64, pin_memory=True)
+
+    def heap(self, size: int, control: int, meeting: Meeting) -> world.Heap:
+        """This buffer's symmetric memory; the first ``control`` bytes are zero. Collective."""
+        world.join(meeting, self.device, size)
+        return world.Heap(size, control, meeting)
+
+    def kernels(self) -> dict[str, launch.Kernel]:
+        return launch.kernels(self.device)
+
+    def mapped(self, words: int) -> torch.Tensor:
+        """Zeroed 64-bit words of host memory that kernels write and the host polls."""
+        return torch.zeros(words, dtype=torch.int64, pin_memory=True)
+
+    def stream(self) -> int:
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def finish_stream(self) -> None:
+        """Wait for what the current stream was given."""
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def finish(self) -> None:
+        """Wait for everything; kernels end because their waits are bounded."""
+        torch.cuda.synchronize(self.device)
+
+    def set_word(self, address: int) -> None:
+        """Store 1 to a 64-bit word of device memory, whatever the current stream does."""
+        world.driver().cuMemcpyAsync(address, self._one.data_ptr(), 8, self._side.cuda_stream)

@@ -1,0 +1,113 @@
+"""Runs the kernels without a GPU: the sources that nvcc compiles, as fibers on a CPU (include/simt.h says what is modelled).
+
+In a process that calls :func:`install`, ``fabric="nvshmem"`` takes CPU tensors and launches go here; heaps of ranks are
+shared memory. Launches are synchronous, so that one stream's kernels never overlap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ep_backend.fabric.host.heap import Heap as SharedHeap
+from ep_backend.fabric.nvshmem import fabric
+from ep_backend.fabric.nvshmem.launch import ARGS_BYTES, IMAGE_KERNELS, Args, Launch
+
+HERE = Path(__file__).resolve().parent
+KERNELS = HERE.parents[2] / "kernels"
+MULTIPROCESSORS = 3  # blocks are threads of this machine
+FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE")
+
+
+@functools.cache
+def compiled(image: str) -> ctypes.CDLL:
+    """One image's kernels; compiled once for all processes of this user and these sources."""
+    sources = [*HERE.rglob("*.h"), *HERE.rglob("*.cuh"), HERE / "simt.cc", *(KERNELS / "include" / "ep").iterdir()]
+    sources.append(KERNELS / f"{image}.cu")
+    digest = hashlib.sha256(b"".join(p.read_bytes() for p in sorted(sources)) + " ".join(FLAGS).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"ep-emulator-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    library = folder / f"{image}-{digest}.so"
+    if not library.exists():
+        mine = library.with_suffix(f".{os.getpid()}")
+        includes = (f"-I{HERE / 'include'}", f"-I{KERNELS / 'include'}", "-include", "simt.h")
+        source = ("-x", "c++", str(KERNELS / f"{image}.cu"), str(HERE / "simt.cc"))
+        done = subprocess.run(["g++", *FLAGS, *includes, "-o", str(mine), *source], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        mine.rename(library)
+    return ctypes.CDLL(str(library))
+
+
+class Kernel:
+    """Stands in for launch.Kernel."""
+
+    launches = 0
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        self._entry = ctypes.cast(getattr(library, name), ctypes.c_void_p)
+        self._launch = library.emulator_launch
+        self._launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint)
+        self._seed = int(os.environ.get("EP_EMULATOR_SEED", os.getpid()))
+
+    def launch(self, how: Launch, args: Args, stream: int) -> None:
+        assert len(args.buffer) == ARGS_BYTES
+        Kernel.launches += 1
+        self._launch(self._entry, args.buffer, how.blocks, 32 * how.warps, self._seed + Kernel.launches)
+
+
+class Heap:
+    """Stands in for world.Heap over the host fabric's shared memory."""
+
+    def __init__(self, size: int, meeting: Any) -> None:
+        self.size, self._heap = size, SharedHeap(size, meeting)
+        self.peers = [int(b.ctypes.data) for b in self._heap.bytes]
+        self.base = self.peers[meeting.rank]
+
+    def close(self, seconds: float) -> None:
+        self.base = 0
+        with contextlib.suppress(BufferError):
+            self._heap.close()
+
+
+class EmulatedGpu:
+    """Stands in for device.Gpu."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.multiprocessors = MULTIPROCESSORS
+
+    def heap(self, size: int, control: int, meeting: Any) -> Heap:
+        return Heap(size, meeting)
+
+    def kernels(self) -> dict[str, Kernel]:
+        return {name: Kernel(compiled(image), f"ep_{name}") for image, names in IMAGE_KERNELS.items() for name in names}
+
+    def mapped(self, words: int) -> torch.Tensor:
+        return torch.zeros(words, dtype=torch.int64)
+
+    def stream(self) -> int:
+        return 0
+
+    def capturing(self) -> bool:
+        return False
+
+    def finish_stream(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def set_word(self, address: int) -> None:
+        compiled("combine").emulator_set_word(ctypes.c_void_p(address))
+
+
+def install() -> None:
+    """From here on this process's nvshmem fabric is the emulated one."""
+    fabric.Gpu = EmulatedGpu  # type: ignore[misc, assignment]
