@@ -1,6 +1,8 @@
 """render and migrate: from a deployment file to what starts it elsewhere, and from what started an engine before to a file."""
 
+import json
 import sys
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +18,7 @@ class For(str, Enum):
 
 
 def register(app: typer.Typer) -> None:
-    for command in (render,):
+    for command in (render, migrate):
         app.command()(command)
 
 
@@ -45,6 +47,89 @@ def render(
         print(out / name)
     if rendered.warnings:
         print(f"{len(rendered.warnings)} warning(s): `ep-backend lint {file}` explains them", file=sys.stderr)
+
+
+class RoleName(str, Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    UNIFIED = "unified"
+
+
+def migrate(
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="files with shell commands, or LeaderWorkerSet or DisaggregatedSet manifests, of one deployment; - is stdin",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="the file to write; default: stdout", show_default=False)
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="of the deployment", show_default=False)] = None,
+    role: Annotated[
+        RoleName | None, typer.Option(help="of a command that does not tell, such as kv_both", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="a model preset, where no name tells which model it is", show_default=False)
+    ] = None,
+    topology: Annotated[
+        str | None, typer.Option(help="a topology preset: commands say nothing of it", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="file, changes and lint's findings as JSON")] = False,
+) -> None:
+    """Turn commands or manifests that start SGLang or vLLM into a deployment file. Exit 1 if lint still finds errors in it."""
+    from ep_backend.deployment.lint.report import is_error
+    from ep_backend.deployment.migrate import Unmovable, as_rows
+    from ep_backend.deployment.migrate import migrate as migrated
+    from ep_backend.deployment.presets import models, topologies
+
+    try:
+        _among("--model", model, models())
+        _among("--topology", topology, topologies())
+        texts = [("stdin", sys.stdin.read()) if str(path) == "-" else (str(path), _text(path)) for path in inputs]
+        made = migrated(
+            texts,
+            name=name,
+            role=role.value if role else None,
+            model=model,
+            topology=topology,
+            file=out or Path("deployment.yaml"),
+        )
+        if out is not None:
+            out.write_text(made.text, encoding="utf-8")
+    except (Unmovable, OSError) as error:
+        raise _fail(error) from None
+    errors = [finding for finding in made.findings if is_error(finding)]
+    if as_json:
+        lint = [str(finding) for finding in made.findings]
+        print(json.dumps({"file": made.text, "changes": as_rows(made.notes), "lint": lint}, indent=2))
+    elif out is None:
+        print(made.text, end="")
+    if not as_json:
+        for note in made.notes:
+            became = f" -> {note.became}" if note.became else ""
+            print(f"{note.kind:8}  {note.role:8}  {note.what}{became}: {note.why}", file=sys.stderr)
+        for finding in errors:
+            print(f"still to do: {finding}", file=sys.stderr)
+    if errors:
+        raise typer.Exit(1)
+
+
+def _text(path: Path) -> str:
+    from ep_backend.deployment.migrate import Unmovable
+
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise Unmovable(f"{path} is no text in UTF-8; give a shell script or a manifest") from None
+
+
+def _among(option: str, value: str | None, known: Iterable[str]) -> None:
+    from ep_backend.deployment.migrate import Unmovable
+
+    if value is not None and value not in known:
+        raise Unmovable(f"{option} {value} is no preset; choose one of {', '.join(known)}")
 
 
 def _fail(error: Exception) -> typer.Exit:

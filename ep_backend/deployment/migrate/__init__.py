@@ -1,0 +1,233 @@
+"""From the command lines or manifests that started an engine before to a deployment file, and what became of each word."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ep_backend.deployment.batches import batch_limit, tokens_a_sequence
+from ep_backend.deployment.engines import table
+from ep_backend.deployment.lint import lint
+from ep_backend.deployment.lint.capacity import largest_bucket
+from ep_backend.deployment.lint.view import RoleView, views
+from ep_backend.deployment.load import read as read_file
+from ep_backend.deployment.migrate import manifest
+from ep_backend.deployment.migrate.launches import Launch, launches
+from ep_backend.deployment.migrate.notes import Note, Unmovable
+from ep_backend.deployment.migrate.repair import checked, repaired
+from ep_backend.deployment.migrate.roles import Draft, draft
+from ep_backend.deployment.migrate.shell import Unreadable, commands
+from ep_backend.deployment.presets import models, topologies
+from ep_backend.deployment.problems import Finding
+from ep_backend.deployment.render.text import as_yaml
+from ep_backend.deployment.schema import RoleName
+
+# What DeepEP reserves where nothing says how many tokens a rank dispatches in decode.
+DEEPEP_TOKENS = 128
+USUAL_GPUS = 8
+
+
+@dataclass(frozen=True)
+class Migrated:
+    """A deployment file, what is not in it as it was given, and what lint still says of it."""
+
+    text: str
+    notes: list[Note]
+    findings: list[Finding]
+
+
+def migrate(
+    inputs: Sequence[tuple[str, str]],
+    *,
+    name: str | None = None,
+    role: RoleName | None = None,
+    model: str | None = None,
+    topology: str | None = None,
+    file: Path = Path("deployment.yaml"),
+) -> Migrated:
+    """`inputs`: a name and a text each: shell commands, or a manifest; together they are one deployment.
+
+    `role`: of a command that does not tell; `model` and `topology`: presets, where the texts do not tell. `file`: where the
+    result will stand, for the places of findings. Raises Unmovable.
+    """
+    pods: manifest.Pods | None = None
+    found: list[Launch] = []
+    for where, text in inputs:
+        if manifest.is_manifest(text):
+            pods = pods or manifest.Pods()
+            found += manifest.read(text, pods)
+        else:
+            found += _launches(where, text)
+    drafts = [draft(launch, role) for launch in found]
+    if pods:
+        names = {launch.hints[-1]: each.name for launch, each in zip(found, drafts, strict=True)}
+        pods.notes = [replace(note, role=names.get(note.role, note.role)) for note in pods.notes]
+    drafts = _by_role(drafts)
+    notes = [note for each in drafts for note in each.notes]
+    if pods:
+        notes += pods.notes
+        if pods.image:
+            why = "it needs this package beside the engine: the engine loads it as a plug-in"
+            notes.append(Note("changed", "all", f"image {pods.image}", "target.image.name", why))
+    hints = [hint for launch in found for hint in [str(launch.flags.get("model-path")), *launch.hints]]
+    chosen = name or _name(pods, found)
+    document = _document(drafts, pods, chosen, model or _preset(drafts, hints), topology, notes)
+    notes += repaired(document)
+    notes += _capacities(document)
+    text = f"# From {', '.join(where for where, _ in inputs)} by `ep-backend migrate`.\n\n" + as_yaml(document)
+    loaded, problems = read_file(file, text)
+    problems += lint(loaded.deployment)
+    return Migrated(text, notes, loaded.findings(problems))
+
+
+def _launches(where: str, text: str) -> list[Launch]:
+    try:
+        found = list(launches(commands(text)))
+    except Unreadable as error:
+        raise Unmovable(f"{where}: {error}") from None
+    if not found:
+        raise Unmovable(
+            f"{where}: no command starts an engine; must hold `vllm serve`, `sglang serve` or `-m sglang.launch_server`, or be "
+            "a LeaderWorkerSet or DisaggregatedSet"
+        )
+    for launch in found:
+        launch.hints.append(Path(where).stem)
+    return found
+
+
+def _by_role(drafts: Sequence[Draft]) -> list[Draft]:
+    """One draft a role, in the file's order. Further nodes of a role have the same command, or the difference is noted."""
+    kept: dict[str, Draft] = {}
+    for each in drafts:
+        first = kept.setdefault(each.name, each)
+        if first is each:
+            continue
+        for kind, ours, theirs in (("--", first.args, each.args), ("", first.env, each.env), ("ep.", first.ep, each.ep)):
+            for key in sorted({*ours, *theirs} - {"api-server-count"}):
+                if ours.get(key) != theirs.get(key):
+                    why = "two commands of one role differ; the first one's value is rendered for every node"
+                    first.note("changed", f"{kind}{key} {theirs.get(key)}", str(ours.get(key)), why)
+        if (first.engine, first.data_parallel, first.nodes) != (each.engine, each.data_parallel, each.nodes):
+            sizes = [f"{d.engine} on {d.nodes} nodes with {d.data_parallel} data-parallel ranks" for d in (first, each)]
+            raise Unmovable(f"two {each.name} commands differ: {sizes[0]}, and {sizes[1]}; give those of one deployment only")
+    order = ("prefill", "decode", "unified")
+    return sorted(kept.values(), key=lambda each: order.index(each.name))
+
+
+def _document(
+    drafts: Sequence[Draft],
+    pods: manifest.Pods | None,
+    name: str,
+    preset: str | None,
+    topology: str | None,
+    notes: list[Note],
+) -> dict[str, Any]:
+    gpus = topologies()[topology].get("gpus_per_node", USUAL_GPUS) if topology else USUAL_GPUS
+    for each in drafts:
+        if each.nodes == 1 and each.ranks > gpus:
+            each.nodes = -(-each.ranks // gpus)
+            why = f"the command does not say how its {each.ranks} ranks lie; {gpus} GPUs a node are assumed, --topology tells"
+            notes.append(Note("added", each.name, "nodes", str(each.nodes), why))
+    machines: dict[str, Any] = {"preset": topology} if topology else {}
+    machines["nodes"] = sum(each.nodes for each in drafts)
+    if not topology:
+        machines["gpus_per_node"] = max(-(-each.ranks // each.nodes) for each in drafts)
+    first = drafts[0]
+    fp8 = preset is not None and models()[preset].get("quantization_config", {}).get("quant_method") == "fp8"
+    document: dict[str, Any] = {
+        "name": name,
+        "topology": machines,
+        "model": _model(first.model, preset) | ({"served_name": first.served} if first.served else {}),
+        "roles": {each.name: _role(each, fp8) for each in drafts},
+    }
+    if first.name == "unified":
+        host, port = first.listens
+        router = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
+        document |= {"router": router} if router else {}
+    packages = {each.engine: table(each.engine, None).version for each in drafts}
+    target: dict[str, Any] = {"kind": pods.kind if pods else "shell", "image": {"packages": packages}}
+    if pods:
+        target["image"] = {"name": pods.image, "packages": packages} if pods.image else {"packages": packages}
+        granted = {
+            "shm": _size(pods.shm),
+            "rdma": pods.rdma,
+            "capabilities": pods.capabilities,
+            "host_network": pods.host_network,
+        }
+        target["pod"] = {key: value for key, value in granted.items() if value}
+    document["target"] = target
+    return document
+
+
+def _role(made: Draft, fp8: bool) -> dict[str, Any]:
+    role: dict[str, Any] = {"engine": made.engine, "nodes": made.nodes, "data_parallel": made.data_parallel}
+    role["ep"] = {"mode": made.ep.get("mode", "auto"), **made.ep, **({"fp8": True} if fp8 else {})}
+    return role | {key: value for key, value in (("args", dict(made.args)), ("env", dict(made.env))) if value}
+
+
+def _model(given: str, preset: str | None) -> dict[str, Any]:
+    if (Path(given) / "config.json").is_file():
+        return {"path": str(Path(given).resolve())}
+    if preset is None:
+        raise Unmovable(
+            f"model {given} is none that is known here, and its shape decides bytes and memory; give --model with one of "
+            f"{', '.join(models())}, or run this where {given}/config.json is"
+        )
+    return {"preset": preset, "source": given}
+
+
+def _preset(drafts: Sequence[Draft], hints: Sequence[str]) -> str | None:
+    """The model that a name tells: the longest preset whose letters and digits stand in it."""
+    names = [_letters(text) for each in drafts for text in (each.model, each.served or "")] + [_letters(h) for h in hints]
+    known = sorted(models(), key=lambda preset: -len(preset))
+    return next((preset for preset in known if any(_letters(preset) in name for name in names)), None)
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())
+
+
+def _name(pods: manifest.Pods | None, found: Sequence[Launch]) -> str:
+    hint = found[0].hints[0] if pods and found[0].hints else "migrated"
+    plain = re.sub(r"[^a-z0-9-]+", "-", re.sub(r"-?(prefill|decode)(-main)?", "", hint.lower())).strip("-")
+    return plain if re.match(r"[a-z]", plain) else "migrated"
+
+
+def _size(quantity: str | None) -> str | None:
+    """A Kubernetes quantity in the file's units."""
+    if quantity is None:
+        return None
+    return re.sub(r"(?<=\d)([KMG]i?)$", r"\1B", quantity)
+
+
+def _capacities(document: dict[str, Any]) -> list[Note]:
+    """Gives every role the rows that its own limits can make a rank dispatch."""
+    notes = []
+    for view in views(checked(document)):
+        ep = document["roles"][view.name]["ep"]
+        given, need = ep.get("max_tokens"), _need(view)
+        if given is None:
+            notes.append(Note("added", view.name, "ep.max_tokens", str(need), "what the engine's own limits admit in a step"))
+        elif given < need:
+            why = f"the engine's own limits admit {need} tokens a rank in a step"
+            notes.append(Note("changed", view.name, f"{given} dispatch tokens a rank", f"ep.max_tokens: {need}", why))
+        ep["max_tokens"] = max(given or 0, need)
+    return notes
+
+
+def _need(view: RoleView) -> int:
+    role, each = view.role, tokens_a_sequence(view.role)
+    _, bucket = largest_bucket(view)
+    if role.engine == "sglang":
+        sequences = (role.number("max-running-requests") or 0) // role.data_parallel
+    else:
+        sequences = role.number("max-num-seqs") or 0
+    in_decode = max(sequences * each, bucket)
+    if role.engine == "sglang" and view.name == "decode":
+        return in_decode or DEEPEP_TOKENS
+    return max(batch_limit(view.deployment, role), in_decode)
+
+
+def as_rows(notes: Sequence[Note]) -> list[Mapping[str, str]]:
+    return [{"kind": n.kind, "role": n.role, "what": n.what, "became": n.became, "why": n.why} for n in notes]

@@ -1,0 +1,21 @@
+"""What a migration did to each word that it was given."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["changed", "added", "left out"]
+
+
+@dataclass(frozen=True)
+class Note:
+    """One thing that is not in the file as it was in the command, and why."""
+
+    kind: Kind
+    role: str
+    what: str
+    became: str
+    why: str
+
+
+class Unmovable(Exception):
+    """What was given cannot become a deployment; names the value, the rule and the fix."""
