@@ -20,9 +20,9 @@ PAYLOADS = ("bf16", "fp8", "fp8_cast", "fp8_ue8m0_cast")
 
 def one_kernel_for_everything(world: World) -> int:
     """The fused kernels of large batches, with batches that are checked quickly."""
-    from ep_backend.fabric.nvshmem import fabric
+    from ep_backend.fabric.nvshmem import launches
 
-    small, fabric.SMALL = fabric.SMALL, -1
+    small, launches.SMALL = launches.SMALL, -1
     try:
         done = 0
         with world.make() as buffer:
@@ -36,7 +36,7 @@ def one_kernel_for_everything(world: World) -> int:
                         done += 1
         return done
     finally:
-        fabric.SMALL = small
+        launches.SMALL = small
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

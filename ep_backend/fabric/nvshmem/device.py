@@ -8,6 +8,23 @@ from ep_backend.fabric.meeting import Meeting
 from ep_backend.fabric.nvshmem import launch, world
 
 
+class Side:
+    """A stream beside the current one, for kernels that wait for peers while the caller computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = int(self._stream.cuda_stream)
+
+    def fork(self) -> None:
+        """Go on behind what the current stream was given."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def join(self) -> None:
+        """The current stream goes on behind this one."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
 class Gpu:
     """The process's current CUDA device."""
 
@@ -31,6 +48,9 @@ class Gpu:
 
     def stream(self) -> int:
         return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def side(self) -> Side:
+        return Side(self.device)
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

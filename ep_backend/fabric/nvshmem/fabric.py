@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +17,14 @@ from ep_backend.fabric.base import Call, Received
 from ep_backend.fabric.meeting import Meeting
 from ep_backend.fabric.nvshmem import launch
 from ep_backend.fabric.nvshmem.device import Gpu
-from ep_backend.fabric.nvshmem.launch import MOST_WARPS, STAGE_BYTES, Args, Launch, Roles
+from ep_backend.fabric.nvshmem.launch import STAGE_BYTES, Args
+from ep_backend.fabric.nvshmem.launches import Launches, casts
 from ep_backend.layout import Payload
 from ep_backend.modes import Layout, Mode
 from ep_backend.stats import BufferStats
 
 log = logging.getLogger(__name__)
 
-SMS = 24  # multiprocessors of every kernel that waits for a peer, unless the call says otherwise
-SMALL = 512  # tokens up to which sending, waiting and placing are kernels of their own; beyond, one does all at once
 OPS = ("dispatch", "combine")
 TIMEOUT, DISAGREE, ABORT, BAD_ID = 1, 2, 3, 4  # Fault of args.h
 MODES = {Mode.DIRECT, Mode.LOW_LATENCY}
@@ -71,9 +69,6 @@ class NvshmemFabric:
         self._meeting = meeting
         gpu.finish()
         self._kernels = gpu.kernels()
-        # Kernels that wait for peers get so few blocks that those of all lanes are resident together, in any order.
-        self._most_blocks = min(gpu.multiprocessors, layout.CHANNELS)
-        self._most_waiting = min(gpu.multiprocessors // config.lanes, layout.CHANNELS)
         # Host memory that kernels write: 16 words of error report, then agreed, and received rows by lane.
         self._host = gpu.mapped(20)
         self._seen = self._host.numpy()
@@ -83,7 +78,7 @@ class NvshmemFabric:
         self._lanes = torch.tensor([[1, 0, 0]] * config.lanes, dtype=torch.int64, device=self.device)
         self._reason: str | None = None
         self._proposal = 0
-        self._launches: dict[tuple[object, ...], tuple[Launch, ...]] = {}
+        self._launches = Launches(s, config.lanes, gpu.multiprocessors, config.deterministic)
         control = max(layout.lane_offset(s, i) + layout.lane(s).dispatch for i in range(config.lanes))
         self._heap = gpu.heap(self.allocated_bytes, control, meeting)
         self._args = {
@@ -192,7 +187,7 @@ class NvshmemFabric:
         counts = self._empty((s.local_experts,), torch.int32)
         # plan | target | position | pick_weight, 32 bits each
         plan_words = s.ranks * (layout.CHANNELS + 2)
-        if self._per_expert(call):
+        if self._launches.per_expert(call):
             sizes = (plan_words + s.local_experts * (s.ranks + 1), s.local_experts * capacity, 0)
         else:
             sizes = (plan_words, capacity, capacity * s.top_k if masked else 0)
@@ -203,9 +198,15 @@ class NvshmemFabric:
         host_rows = 17 + call.lane
         if waits:
             self._seen[host_rows] = 0
-        channels = self._channels(call)
+        channels = self._launches.channels(call)
         values = (
-            *(int(masked), int(_casts(call)), int(call.ids.dtype == torch.int64), int(self._ordered(call)), call.tokens),
+            *(
+                int(masked),
+                int(casts(call)),
+                int(call.ids.dtype == torch.int64),
+                int(self._launches.ordered(call)),
+                call.tokens,
+            ),
             *(call.x.data_ptr(), _address(call.scales), call.ids.data_ptr(), call.weights.data_ptr()),
             *(rows.data_ptr(), _address(scales), _address(ids), _address(weights), counts.data_ptr(), stride),
             *(int(not masked and not waits), self._host.data_ptr() + 8 * host_rows if waits else 0),
@@ -222,136 +223,10 @@ class NvshmemFabric:
         return (*state.dispatch[:-3], int(stays), y.data_ptr(), _address(out))
 
     def _launch(self, op: str, call: Call, state: _State, values: tuple[int, ...], *, send: bool, receive: bool) -> None:
-        tokens = min(call.tokens, SMALL + 1)  # beyond, launches do not depend on it
-        key = (op, call.payload, call.layout, call.scales is None, tokens, call.sms, send, receive)
-        launches = self._launches.get(key)
-        if launches is None:
-            make = self._dispatch_launches if op == "dispatch" else self._combine_launches
-            if self._per_expert(call):
-                make = self._expert_dispatch_launches if op == "dispatch" else self._expert_combine_launches
-            launches = self._launches[key] = make(call, send, receive)
         stream = self._gpu.stream()
-        for one in launches:
+        for one in self._launches.of(op, call, send=send, receive=receive):
             state.args.pack(values, one)
             self._kernels[one.kernel].launch(one, state.args, stream)
-
-    def _blocks(self, call: Call, most: int, default: int) -> int:
-        return max(1, min(default if call.sms is None else call.sms, most))
-
-    def _ordered(self, call: Call) -> bool:
-        """Masked rows in order of source and token, which can be given only when all have arrived."""
-        return self.config.deterministic and call.layout is Layout.MASKED and not self._per_expert(call)
-
-    def _channels(self, call: Call) -> int:
-        """Blocks of the kernel that sends."""
-        if call.tokens > SMALL:
-            return self._blocks(call, self._most_waiting, SMS)
-        return self._blocks(call, self._most_blocks, max(1, call.tokens))
-
-    def _dispatch_launches(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
-        hidden, cast = self.shape.hidden, _casts(call)
-        row = 2 * hidden if cast else layout.payload_bytes(call.payload, hidden)
-        # The cast takes 512 channels at a time and leaves its scales behind the row.
-        step, scales = (1024, layout.align_up(hidden // 32, 16)) if cast else (16, 0)
-        record = layout.record(call.payload, hidden, self.shape.top_k).bytes
-        if call.tokens > SMALL and not self._ordered(call):
-            # Bulk copies of one multiprocessor reach about 50 GB/s, and the receivers need that: casts read rows themselves.
-            parts = 1
-            sent = layout.align_up(scales, 128) if cast else _run(row, step, parts)
-            senders = receivers = min(MOST_WARPS - 1, STAGE_BYTES // max(sent, record))
-            if send and receive:  # side by side
-                senders = max(1, min(19 if cast else 6, (STAGE_BYTES - record) // sent))
-                receivers = min(MOST_WARPS - 1 - senders, (STAGE_BYTES - senders * sent) // record)
-            roles = Roles(
-                senders=senders * send,
-                receive_from=(senders + 1) * send,
-                receivers=receivers * receive,
-                send_stage=sent,
-                receive_stage=record,
-                receive_at=senders * sent * send,
-                send_parts=parts,
-                staged=int(not cast),
-            )
-            return (Launch("dispatch", self._channels(call), MOST_WARPS, roles),)
-        result = []
-        if send:
-            blocks = self._channels(call)
-            parts = max(1, min(8, layout.ceil_div(row, 2048)))
-            sent = _run(row, step, parts) + scales
-            most = min(16, STAGE_BYTES // sent)
-            senders = max(1, min(parts * layout.ceil_div(call.tokens, blocks), most))
-            result.append(Launch("send", blocks, senders + 1, Roles(senders, send_stage=sent, send_parts=parts)))
-        if receive:
-            result.append(Launch("await", 1, self.shape.ranks, Roles(), early=send))
-            if self._ordered(call):
-                result.append(Launch("order", self._blocks(call, self._most_blocks, self._most_blocks), 4, Roles(), early=True))
-            warps = min(4, STAGE_BYTES // record)
-            roles = Roles(receivers=warps, receive_stage=record)
-            blocks = self._blocks(call, self._most_blocks, self._most_blocks)
-            result.append(Launch("place", blocks, warps, roles, early=not self._ordered(call)))
-        return tuple(result)
-
-    def _combine_launches(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
-        row, ranks, small = 2 * self.shape.hidden, self.shape.ranks, call.tokens <= SMALL
-        masked = call.layout is Layout.MASKED
-        waiting = self._blocks(call, self._most_waiting, SMS)
-        # A stage holds one run of every row that is summed.
-        gathered, added = (self.shape.top_k if masked else 1), min(ranks, self.shape.top_k)
-        parts = layout.ceil_div(row, _room(16384 if masked or not small else 2048, gathered))
-        sent = _run(row, 16, parts) * gathered
-        shares = layout.ceil_div(row, _room(7168, added))
-        summed = _run(row, 16, shares) * added
-        if send and receive and not small:
-            senders = 11 if masked else _coprime(min(2 * ranks - 1, 9), ranks)
-            senders = min(senders, (STAGE_BYTES - summed) // sent)
-            receivers = min(MOST_WARPS - 1 - senders, (STAGE_BYTES - senders * sent) // summed)
-            roles = Roles(senders, senders + 1, receivers, sent, summed, senders * sent, send_parts=parts, receive_parts=shares)
-            return (Launch("combine", waiting, MOST_WARPS, roles, ends=True),)
-        result = []
-        if send:
-            most = min(14, STAGE_BYTES // sent)
-            senders = _coprime(min(most, max(parts * ranks, 7)) if small else most, 1 if masked else ranks)
-            blocks = self._blocks(call, self._most_blocks, self._most_blocks)
-            result.append(Launch("combine", blocks, senders + 1, Roles(senders, send_stage=sent, send_parts=parts)))
-        if receive:
-            warps = min(MOST_WARPS, STAGE_BYTES // summed)
-            groups = max(1, warps // shares) if small else 1
-            roles = Roles(receivers=warps, receive_stage=summed, receive_parts=shares, receive_groups=groups)
-            result.append(Launch("combine", waiting, warps, roles, early=send, ends=True))
-        return tuple(result)
-
-    def _per_expert(self, call: Call) -> bool:
-        return call.mode is Mode.LOW_LATENCY and bool(self.shape.per_expert)
-
-    def _expert_dispatch_launches(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
-        hidden, everywhere = self.shape.hidden, self._blocks(call, self._most_blocks, self._most_blocks)
-        sent = layout.align_up(hidden // 32, 128) if _casts(call) else layout.payload_bytes(call.payload, hidden)
-        record = layout.record(call.payload, hidden, self.shape.top_k).bytes
-        result = []
-        if send:
-            warps = min(8, STAGE_BYTES // sent)
-            result.append(Launch("expert_send", everywhere, warps, Roles(senders=warps, send_stage=sent)))
-        if receive:
-            warps = min(8, STAGE_BYTES // record)
-            roles = Roles(receivers=warps, receive_stage=record)
-            result.append(Launch("expert_await", 1, MOST_WARPS, Roles(), early=send))
-            result.append(Launch("expert_place", everywhere, warps, roles, early=True))
-        return tuple(result)
-
-    def _expert_combine_launches(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
-        row, result = 2 * self.shape.hidden, []
-        if send:
-            warps = min(8, STAGE_BYTES // row)
-            blocks = self._blocks(call, self._most_blocks, self._most_blocks)
-            result.append(Launch("expert_return", blocks, warps, Roles(senders=warps, send_stage=row)))
-        if receive:
-            shares = layout.ceil_div(row, _room(16384, self.shape.top_k))
-            summed = _run(row, 16, shares) * self.shape.top_k
-            warps = min(16, STAGE_BYTES // summed)
-            roles = Roles(receivers=warps, receive_stage=summed, receive_parts=shares)
-            blocks = self._blocks(call, self._most_waiting, SMS)
-            result.append(Launch("expert_sum", blocks, warps, roles, early=send, ends=True))
-        return tuple(result)
 
     def _await_rows(self, call: Call) -> int:
         deadline = time.monotonic() + self.config.timeout_s + 5.0
@@ -449,25 +324,6 @@ class NvshmemFabric:
         if self._heap.base:
             self._gpu.finish()
         self._heap.close(min(self.config.timeout_s, 5.0))
-
-
-def _coprime(most: int, ranks: int) -> int:
-    """A number of workers of which none gets the same rank's rows each time."""
-    return next(n for n in range(most, 0, -1) if math.gcd(n, ranks) == 1)
-
-
-def _casts(call: Call) -> bool:
-    return call.scales is None and call.payload is not Payload.BF16
-
-
-def _room(stage: int, rows: int) -> int:
-    """Bytes of each of so many rows that a stage holds."""
-    return max(512, stage // rows // 16 * 16)
-
-
-def _run(row: int, step: int, parts: int) -> int:
-    """Most bytes of a row that is dealt out to so many warps in steps."""
-    return layout.align_up(min(row, layout.ceil_div(layout.ceil_div(row, step), parts) * step), 16)
 
 
 def _address(t: torch.Tensor | None) -> int:

@@ -1,7 +1,7 @@
 """Runs the kernels without a GPU: the sources that nvcc compiles, as fibers on a CPU (include/simt.h says what is modelled).
 
 In a process that calls :func:`install`, ``fabric="nvshmem"`` takes CPU tensors and launches go here; heaps of ranks are
-shared memory. Launches are synchronous, so that one stream's kernels never overlap.
+shared memory. The current stream's launches are synchronous; a side stream is a thread.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import hashlib
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -53,15 +55,42 @@ class Kernel:
     launches = 0
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        self.name = name
         self._entry = ctypes.cast(getattr(library, name), ctypes.c_void_p)
         self._launch = library.emulator_launch
-        self._launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint)
+        self._launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_uint] * 4)
         self._seed = int(os.environ.get("EP_EMULATOR_SEED", os.getpid()))
 
     def launch(self, how: Launch, args: Args, stream: int) -> None:
         assert len(args.buffer) == ARGS_BYTES
         Kernel.launches += 1
-        self._launch(self._entry, args.buffer, how.blocks, 32 * how.warps, self._seed + Kernel.launches)
+        rest = how.blocks, 32 * how.warps, self._seed + Kernel.launches, stream
+        if stream == 0:
+            self._launch(self._entry, args.buffer, *rest)
+        else:  # the caller goes on and packs other arguments
+            Side.all[stream].give(self._launch, self._entry, ctypes.create_string_buffer(args.buffer.raw), *rest)
+
+
+class Side:
+    """Stands in for device.Side: a thread."""
+
+    all: ClassVar[dict[int, Side]] = {}
+
+    def __init__(self) -> None:
+        self.stream = len(Side.all) + 1
+        Side.all[self.stream] = self
+        self._worker = ThreadPoolExecutor(1)
+        self._given: list[Future[None]] = []
+
+    def give(self, fn: Callable[..., None], *args: Any) -> None:
+        self._given.append(self._worker.submit(fn, *args))
+
+    def fork(self) -> None: ...  # the current stream is never behind
+
+    def join(self) -> None:
+        for done in self._given:
+            done.result()
+        self._given.clear()
 
 
 class Heap:
@@ -97,12 +126,17 @@ class EmulatedGpu:
     def stream(self) -> int:
         return 0
 
+    def side(self) -> Side:
+        return Side()
+
     def capturing(self) -> bool:
         return False
 
     def finish_stream(self) -> None: ...
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        for side in Side.all.values():
+            side.join()
 
     def set_word(self, address: int) -> None:
         compiled("combine").emulator_set_word(ctypes.c_void_p(address))

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <ctime>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -359,13 +360,16 @@ uint64_t nanoseconds() {
 
 }  // namespace simt
 
-// Returns when every block has ended.
-extern "C" void emulator_launch(simt::Entry entry, const ep::Args* args, unsigned blocks, unsigned threads, unsigned seed) {
-  static auto* all = new std::vector<simt::Multiprocessor*>;
-  static std::mutex one;
-  std::lock_guard<std::mutex> hold(one);
-  while (all->size() < blocks) all->push_back(new simt::Multiprocessor);
-  for (unsigned b = 0; b < blocks; ++b) (*all)[b]->start({entry, args, blocks, threads, seed}, b);
-  for (unsigned b = 0; b < blocks; ++b) (*all)[b]->await();
+// Returns when every block has ended. Launches of different streams may overlap.
+extern "C" void emulator_launch(simt::Entry entry, const ep::Args* args, unsigned blocks, unsigned threads, unsigned seed,
+                                unsigned stream) {
+  static auto* streams = new std::map<unsigned, std::vector<simt::Multiprocessor*>>;
+  static std::mutex lock;
+  std::unique_lock<std::mutex> hold(lock);
+  std::vector<simt::Multiprocessor*>& all = (*streams)[stream];
+  hold.unlock();
+  while (all.size() < blocks) all.push_back(new simt::Multiprocessor);
+  for (unsigned b = 0; b < blocks; ++b) all[b]->start({entry, args, blocks, threads, seed}, b);
+  for (unsigned b = 0; b < blocks; ++b) all[b]->await();
 }
 extern "C" void emulator_set_word(uint64_t* word) { __atomic_store_n(word, 1, __ATOMIC_RELEASE); }

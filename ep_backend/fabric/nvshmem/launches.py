@@ -1,0 +1,176 @@
+"""Which kernels an operation launches, with how many blocks and warps, and what each warp does."""
+
+from __future__ import annotations
+
+import math
+
+from ep_backend import layout
+from ep_backend.fabric.base import Call
+from ep_backend.fabric.nvshmem.launch import MOST_WARPS, STAGE_BYTES, Launch, Roles
+from ep_backend.layout import Payload
+from ep_backend.modes import Layout, Mode
+
+SMS = 24  # multiprocessors of every kernel that waits for a peer, unless the call says otherwise
+SMALL = 512  # tokens up to which sending, waiting and placing are kernels of their own; beyond, one does all at once
+
+
+class Launches:
+    """Plans for one buffer, kept by what they depend on.
+
+    Kernels that wait for peers get so few blocks that those of all lanes are resident together, in any order.
+    """
+
+    def __init__(self, shape: layout.Shape, lanes: int, multiprocessors: int, deterministic: bool) -> None:
+        self._shape, self._deterministic = shape, deterministic
+        self._most_blocks = min(multiprocessors, layout.CHANNELS)
+        self._most_waiting = min(multiprocessors // lanes, layout.CHANNELS)
+        self._made: dict[tuple[object, ...], tuple[Launch, ...]] = {}
+
+    def of(self, op: str, call: Call, *, send: bool, receive: bool) -> tuple[Launch, ...]:
+        """The launches of these phases of an operation, "dispatch" or "combine", in order."""
+        tokens = min(call.tokens, SMALL + 1)  # beyond, launches do not depend on it
+        key = (op, self.per_expert(call), call.payload, call.layout, call.scales is None, tokens, call.sms, send, receive)
+        found = self._made.get(key)
+        if found is None:
+            make = self._dispatch if op == "dispatch" else self._combine
+            if self.per_expert(call):
+                make = self._expert_dispatch if op == "dispatch" else self._expert_combine
+            found = self._made[key] = make(call, send, receive)
+        return found
+
+    def per_expert(self, call: Call) -> bool:
+        return call.mode is Mode.LOW_LATENCY and bool(self._shape.per_expert)
+
+    def ordered(self, call: Call) -> bool:
+        """Masked rows in order of source and token, which can be given only when all have arrived."""
+        return self._deterministic and call.layout is Layout.MASKED and not self.per_expert(call)
+
+    def channels(self, call: Call) -> int:
+        """Blocks of the kernel that sends."""
+        if call.tokens > SMALL:
+            return self._blocks(call, self._most_waiting, SMS)
+        return self._blocks(call, self._most_blocks, max(1, call.tokens))
+
+    def _blocks(self, call: Call, most: int, default: int) -> int:
+        return max(1, min(default if call.sms is None else call.sms, most))
+
+    def _dispatch(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
+        hidden, cast = self._shape.hidden, casts(call)
+        row = 2 * hidden if cast else layout.payload_bytes(call.payload, hidden)
+        # The cast takes 512 channels at a time and leaves its scales behind the row.
+        step, scales = (1024, layout.align_up(hidden // 32, 16)) if cast else (16, 0)
+        record = layout.record(call.payload, hidden, self._shape.top_k).bytes
+        if call.tokens > SMALL and not self.ordered(call):
+            # Bulk copies of one multiprocessor reach about 50 GB/s, and the receivers need that: casts read rows themselves.
+            parts = 1
+            sent = layout.align_up(scales, 128) if cast else _run(row, step, parts)
+            senders = receivers = min(MOST_WARPS - 1, STAGE_BYTES // max(sent, record))
+            if send and receive:  # side by side
+                senders = max(1, min(19 if cast else 6, (STAGE_BYTES - record) // sent))
+                receivers = min(MOST_WARPS - 1 - senders, (STAGE_BYTES - senders * sent) // record)
+            roles = Roles(
+                senders=senders * send,
+                receive_from=(senders + 1) * send,
+                receivers=receivers * receive,
+                send_stage=sent,
+                receive_stage=record,
+                receive_at=senders * sent * send,
+                send_parts=parts,
+                staged=int(not cast),
+            )
+            return (Launch("dispatch", self.channels(call), MOST_WARPS, roles),)
+        result = []
+        if send:
+            blocks = self.channels(call)
+            parts = max(1, min(8, layout.ceil_div(row, 2048)))
+            sent = _run(row, step, parts) + scales
+            most = min(16, STAGE_BYTES // sent)
+            senders = max(1, min(parts * layout.ceil_div(call.tokens, blocks), most))
+            result.append(Launch("send", blocks, senders + 1, Roles(senders, send_stage=sent, send_parts=parts)))
+        if receive:
+            result.append(Launch("await", 1, self._shape.ranks, Roles(), early=send))
+            if self.ordered(call):
+                result.append(Launch("order", self._blocks(call, self._most_blocks, self._most_blocks), 4, Roles(), early=True))
+            warps = min(4, STAGE_BYTES // record)
+            roles = Roles(receivers=warps, receive_stage=record)
+            blocks = self._blocks(call, self._most_blocks, self._most_blocks)
+            result.append(Launch("place", blocks, warps, roles, early=not self.ordered(call)))
+        return tuple(result)
+
+    def _combine(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
+        row, ranks, small = 2 * self._shape.hidden, self._shape.ranks, call.tokens <= SMALL
+        masked = call.layout is Layout.MASKED
+        waiting = self._blocks(call, self._most_waiting, SMS)
+        # A stage holds one run of every row that is summed.
+        gathered, added = (self._shape.top_k if masked else 1), min(ranks, self._shape.top_k)
+        parts = layout.ceil_div(row, _room(16384 if masked or not small else 2048, gathered))
+        sent = _run(row, 16, parts) * gathered
+        shares = layout.ceil_div(row, _room(7168, added))
+        summed = _run(row, 16, shares) * added
+        if send and receive and not small:
+            senders = 11 if masked else _coprime(min(2 * ranks - 1, 9), ranks)
+            senders = min(senders, (STAGE_BYTES - summed) // sent)
+            receivers = min(MOST_WARPS - 1 - senders, (STAGE_BYTES - senders * sent) // summed)
+            roles = Roles(senders, senders + 1, receivers, sent, summed, senders * sent, send_parts=parts, receive_parts=shares)
+            return (Launch("combine", waiting, MOST_WARPS, roles, ends=True),)
+        result = []
+        if send:
+            most = min(14, STAGE_BYTES // sent)
+            senders = _coprime(min(most, max(parts * ranks, 7)) if small else most, 1 if masked else ranks)
+            blocks = self._blocks(call, self._most_blocks, self._most_blocks)
+            result.append(Launch("combine", blocks, senders + 1, Roles(senders, send_stage=sent, send_parts=parts)))
+        if receive:
+            warps = min(MOST_WARPS, STAGE_BYTES // summed)
+            groups = max(1, warps // shares) if small else 1
+            roles = Roles(receivers=warps, receive_stage=summed, receive_parts=shares, receive_groups=groups)
+            result.append(Launch("combine", waiting, warps, roles, early=send, ends=True))
+        return tuple(result)
+
+    def _expert_dispatch(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
+        hidden, everywhere = self._shape.hidden, self._blocks(call, self._most_blocks, self._most_blocks)
+        sent = layout.align_up(hidden // 32, 128) if casts(call) else layout.payload_bytes(call.payload, hidden)
+        record = layout.record(call.payload, hidden, self._shape.top_k).bytes
+        result = []
+        if send:
+            warps = min(8, STAGE_BYTES // sent)
+            result.append(Launch("expert_send", everywhere, warps, Roles(senders=warps, send_stage=sent)))
+        if receive:
+            warps = min(8, STAGE_BYTES // record)
+            roles = Roles(receivers=warps, receive_stage=record)
+            result.append(Launch("expert_await", 1, MOST_WARPS, Roles(), early=send))
+            result.append(Launch("expert_place", everywhere, warps, roles, early=True))
+        return tuple(result)
+
+    def _expert_combine(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
+        row, result = 2 * self._shape.hidden, []
+        if send:
+            warps = min(8, STAGE_BYTES // row)
+            blocks = self._blocks(call, self._most_blocks, self._most_blocks)
+            result.append(Launch("expert_return", blocks, warps, Roles(senders=warps, send_stage=row)))
+        if receive:
+            shares = layout.ceil_div(row, _room(16384, self._shape.top_k))
+            summed = _run(row, 16, shares) * self._shape.top_k
+            warps = min(16, STAGE_BYTES // summed)
+            roles = Roles(receivers=warps, receive_stage=summed, receive_parts=shares)
+            blocks = self._blocks(call, self._most_waiting, SMS)
+            result.append(Launch("expert_sum", blocks, warps, roles, early=send, ends=True))
+        return tuple(result)
+
+
+def _coprime(most: int, ranks: int) -> int:
+    """A number of workers of which none gets the same rank's rows each time."""
+    return next(n for n in range(most, 0, -1) if math.gcd(n, ranks) == 1)
+
+
+def casts(call: Call) -> bool:
+    return call.scales is None and call.payload is not Payload.BF16
+
+
+def _room(stage: int, rows: int) -> int:
+    """Bytes of each of so many rows that a stage holds."""
+    return max(512, stage // rows // 16 * 16)
+
+
+def _run(row: int, step: int, parts: int) -> int:
+    """Most bytes of a row that is dealt out to so many warps in steps."""
+    return layout.align_up(min(row, layout.ceil_div(layout.ceil_div(row, step), parts) * step), 16)
