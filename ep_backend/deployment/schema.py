@@ -278,15 +278,22 @@ def json_schema() -> dict[str, Any]:
 def modes_of(name: RoleName, mode: ModeName, several_nodes: bool = False, engine: Engine = "vllm") -> list[Mode]:
     """The modes that a role's buffer is made for: its whole family, so that a flip inside it needs no restart.
 
-    Hybrid serves prefill too where there is a second node to save copies to. In a unified role vLLM's experts keep one
-    format, SGLang's take that of each batch: prefill batches one family's, decode batches the other's.
+    Hybrid serves prefill too where there is a second node to save copies to.
     """
     if name != "unified":
         families = [Family(name)]
-    elif engine == "sglang":
+    elif serves_both_families(name, engine):
         families = list(Family)
     elif mode == "auto":
         families = [Family.PREFILL]
     else:
         families = [MODES[Mode(mode)].family]
     return [each for each, spec in MODES.items() if spec.family in families or (each is Mode.HYBRID and several_nodes)]
+
+
+def serves_both_families(name: RoleName, engine: Engine) -> bool:
+    """In a unified role vLLM's experts keep one format; SGLang's take each batch's: a prompt's, or that of decoding.
+
+    A mode is then of the batches of its family alone.
+    """
+    return name == "unified" and engine == "sglang"
