@@ -56,12 +56,15 @@ def serve_rank(settings: dict[str, object], rank: int, ranks: int) -> None:
 def main() -> None:
     if Path(sys.argv[0]).name == "vllm-router":
         serve(int(flag("--port")), {"/health": {}})
+    if sys.argv[1] == "-c":  # asked, as a Python, for the versions of SGLang and ep-backend
+        print("0.5.23 0.1.0")
+        return
     settings = json.loads(Path(os.environ["EP_BACKEND_SETTINGS"]).read_text())
     if os.environ.get("FAKE_DIES") == settings["role"]:
         print("INFO loading", "ValueError: the weights are not there", "INFO bye", sep="\n")
         sys.exit(3)
     shared = multiprocessing.shared_memory.SharedMemory(create=True, size=4096, name=f"fake_{os.getpid()}")
-    ranks = int(flag("--data-parallel-size"))
+    ranks = int(flag("--tp-size" if "sglang.launch_server" in sys.argv else "--data-parallel-size"))
     for rank in range(ranks):
         multiprocessing.Process(target=serve_rank, args=(settings, rank, ranks)).start()
     time.sleep(0.5)
