@@ -63,7 +63,7 @@ def test_diff(tmp_path: Path) -> None:
         text = text.replace(was, becomes)
     new.write_text(text)
     rows = json.loads(run("diff", EP128, str(new), "--json").stdout)
-    assert {(row["place"], row["kind"]) for row in rows} == {("roles.decode.ep.mode", "drain"), ("router.port", "restart")}
+    assert {(row["place"], row["kind"]) for row in rows} == {("roles.decode.ep.mode", "drain"), ("router.port", "redeploy")}
     assert run("diff", EP128, EP128).stdout == "no difference\n"
 
 

@@ -18,7 +18,7 @@ def changes(old: Deployment, new: Deployment) -> list[Change]:
             action=_action(change),
         )
         for change in classes.changes(old, new)
-        if change.role is not None or change.kind == "restart"
+        if change.role is not None or change.kind == "redeploy"
     ]
 
 

@@ -20,6 +20,7 @@ from ep_backend.deployment.load import Loaded, load
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.schema import Deployment, ModeName, RoleName, serves_both_families
 from ep_backend.deployment.state import RunState
+from ep_backend.errors import did_you_mean
 
 POLL_S = 0.05
 PROMPT = "a change of mode needs steps"
@@ -93,6 +94,9 @@ class Controller:
         allowed = reachable(self.running, name)
         wish = next((known for known in get_args(ModeName) if known == mode and known in allowed), None)
         if wish is None:
+            if mode not in get_args(ModeName):
+                hint = did_you_mean(mode, get_args(ModeName), f"{role} can be flipped to {', '.join(allowed)}")
+                raise NotAllowed(f"mode {mode!r} is unknown; {hint}", allowed)
             raise NotAllowed(f"mode {mode!r} cannot be reached by {role} without a restart", allowed)
         async with self._only_change():
             return await self._flip(name, wish, dry_run)
@@ -210,6 +214,9 @@ class Controller:
 
     async def _role_status(self, role: RoleName) -> RoleStatus:
         statuses = await self._ranks(role).statuses()
+        if (waited := max((i.starting_s or 0.0 for i in self._state().of(role)), default=0.0)) > 0:
+            # Nobody listens yet; what the system says of that would read like a fault.
+            statuses = [s.model_copy(update={"error": f"starting for {waited:.0f} s"}) if s.error else s for s in statuses]
         desired, engine = self._desired(role), dict(self.running.roles.items())[role].engine
         executed = {status.mode_executed for status in statuses}
         both = serves_both_families(role, engine)

@@ -9,13 +9,13 @@ from ep_backend.deployment.batches import eager
 from ep_backend.deployment.resolve import group_of
 from ep_backend.deployment.schema import Deployment, Role, RoleName, modes_of
 
-Kind = Literal["hot", "drain", "restart"]
+Kind = Literal["hot", "drain", "restart", "redeploy"]
 DECODE = {mode.value for mode in modes_of("decode", "auto")}
 
 
 @dataclass(frozen=True)
 class Change:
-    """One value that differs. hot: while it serves; drain: between requests; restart: of the role, or of all if it has none."""
+    """One value that differs. hot: while it serves; drain: between requests; restart: of the role; redeploy: of all."""
 
     place: tuple[str, ...]
     role: RoleName | None
@@ -82,6 +82,8 @@ def _change(old: Deployment, new: Deployment, place: tuple[str, ...], was: Any, 
     else:
         path = ".".join(place)
         kind, why = next((kind, why) for pattern, kind, why in CLASSES if fnmatch(path, pattern))
+        if name is None and kind == "restart":
+            kind = "redeploy"
     return Change(place, name, was, becomes, kind, why)
 
 

@@ -5,7 +5,10 @@ from pathlib import Path
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _PREFIX = re.compile(r"^(\([^)]*\) )?([A-Z]+ \d\d-\d\d [\d:]+ )?(\[[\w.]+:\d+\] )?")
-_ERROR = re.compile(r"^[\w.]*(Error|Exception|Mismatch|Timeout)\b\S*: \S|^(Segmentation fault|Fatal|error:)|: error: ")
+_ERROR = re.compile(
+    r"^[\w.]*(Error|Exception|Mismatch|Timeout)\b\S*: \S|^(Segmentation fault|Fatal|error:)|: error: "
+    r"|\bdied (unexpectedly|with exit code)"
+)
 TAIL_BYTES = 200_000
 
 

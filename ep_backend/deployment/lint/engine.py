@@ -1,6 +1,5 @@
 """Rules on engine flags, environment variables and package versions."""
 
-import difflib
 import re
 from collections.abc import Iterable, Iterator
 
@@ -10,6 +9,7 @@ from ep_backend.deployment.engines import NVSHMEM_BUILT, SUPPORTED, installed, n
 from ep_backend.deployment.engines.extract import Table
 from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
+from ep_backend.errors import did_you_mean
 
 # Flags that this file's own keys decide.
 OWNED_FLAGS = {
@@ -174,5 +174,4 @@ def _flag(key: str) -> str:
 
 
 def _suggest(name: str, known: Iterable[str], otherwise: str) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    return f"did you mean `{close[0]}`?" if close else otherwise
+    return did_you_mean(name, known, otherwise, cutoff=0.75)

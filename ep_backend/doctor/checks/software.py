@@ -1,6 +1,5 @@
 """Packages, libraries, kernels and variables that this backend and its engines bring."""
 
-import difflib
 import json
 import re
 import sys
@@ -10,6 +9,7 @@ from ep_backend.deployment.lint.engine import NVSHMEM_PACKAGES
 from ep_backend.doctor.host import Host, Unknown
 from ep_backend.doctor.need import Need
 from ep_backend.doctor.result import Verdict, fail, passed, skip, warn
+from ep_backend.errors import did_you_mean
 
 PACKAGES = ("nvshmem4py-cu13", "cuda-core")
 # Loads the library as nvshmem4py does, in a process of its own, and says which file that was.
@@ -118,8 +118,7 @@ def variables(host: Host, need: Need) -> Verdict:
     known = table("nvshmem", None).env
     for key in env:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-            return warn(f"{key} is read by nothing", f"did you mean {close[0]}?" if close else f"unset {key}")
+            return warn(f"{key} is read by nothing", did_you_mean(key, known, f"unset {key}", cutoff=0.75))
     if "NVSHMEM_MAX_TEAMS" in env:
         return warn("NVSHMEM_MAX_TEAMS is set", "unset NVSHMEM_MAX_TEAMS")
     if env.get("NVSHMEM_DISABLE_P2P", "0").lower() in ("1", "true") and "gpus" in need.words:
