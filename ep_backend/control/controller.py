@@ -7,14 +7,16 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import get_args
 
 import httpx
 
 from ep_backend.control.changes import changes, mode_of, reachable, with_mode
+from ep_backend.control.drain import Limits, drain
 from ep_backend.control.models import Applied, Change, DeploymentStatus, FlipResult, Pending, RoleStatus
 from ep_backend.control.ranks import RankFailed, Ranks, silence
+from ep_backend.control.vllm_admin import VllmAdmin
 from ep_backend.deployment.agents import TIMEOUT_S, RankStatus
 from ep_backend.deployment.load import Loaded, load
 from ep_backend.deployment.problems import DeploymentError
@@ -147,14 +149,19 @@ class Controller:
         result = FlipResult(role=role, before=before, mode=mode, outcome="unchanged", ranks=len(statuses))
         if mode == before and all(status.mode_desired == mode for status in statuses):
             return result
+        if obstacles := [f"rank {status.rank}: {o}" for status in statuses if (o := status.graphs.obstacle)]:
+            raise RankFailed([f"CUDA graphs of {role} cannot be captured anew: {line}" for line in obstacles], refused=True)
         if dry_run:
             return result.model_copy(update={"outcome": "would apply"})
-        used = {token for s in statuses for token in (s.flip.token, s.flip.agreed_token)}
-        token = random.choice([token for token in range(1, 256) if token not in used])
+        used = {token for s in statuses for token in (s.flip.token, s.flip.agreed_token, s.graphs.token)}
+        token, other = random.sample([token for token in range(1, 256) if token not in used], 2)
         started = time.monotonic()
         self._pending[role] = Pending(mode=mode, token=token)
         try:
-            agreed = await self._agree(ranks, _Proposal(token, mode, [_dispatched(status, mode) for status in statuses]))
+            if any(status.graphs.captured for status in statuses):
+                agreed = await self._drain(ranks, before, mode, (token, other))
+            else:
+                agreed = await self._agree(ranks, _Proposal(token, mode))
         finally:
             del self._pending[role]
         self.running = with_mode(self.running, role, mode)
@@ -179,6 +186,13 @@ class Controller:
             if isinstance(failure, RankFailed) and all(map(proposal.runs, late)):
                 return late
             raise
+
+    async def _drain(self, ranks: Ranks, old: ModeName, new: ModeName, tokens: tuple[int, int]) -> list[RankStatus]:
+        """For ranks whose CUDA graphs hold the mode."""
+        target = self.running.target
+        limits = Limits(drain_s=target.drain_timeout_s, capture_s=target.start_timeout_s)
+        urls = [instance.url for instance in self._state().of(ranks.role) if instance.url]
+        return await drain(VllmAdmin(urls, self._http), ranks, old, new, tokens, limits)
 
     async def _agreed(self, ranks: Ranks, proposal: "_Proposal") -> list[RankStatus]:
         deadline = time.monotonic() + self.running.control.flip_timeout_s
@@ -257,21 +271,20 @@ class Controller:
 
 @dataclass(frozen=True)
 class _Proposal:
-    """A change under way; with what each rank had dispatched in the new mode before."""
+    """A change under way; with the dispatches that each rank had done in the new mode when it was first seen to agree."""
 
     token: int
     mode: ModeName
-    dispatched: list[int]
+    done: dict[int, int] = field(default_factory=dict)
 
     def runs(self, status: RankStatus) -> bool:
         """The rank agreed, and a dispatch since then ran the mode. The last one may be of a batch that takes another mode."""
         if status.error is not None or status.flip.agreed_token != self.token:
             return False
-        return self.mode in (status.mode_executed, "auto") or _dispatched(status, self.mode) > self.dispatched[status.rank]
-
-
-def _dispatched(status: RankStatus, mode: ModeName) -> int:
-    return status.modes[mode].dispatches if mode in status.modes else 0
+        # A dispatch is counted when it starts, and has been executed when its combine starts.
+        now = status.modes[self.mode].combines if self.mode in status.modes else 0
+        before = self.done.setdefault(status.rank, now)
+        return self.mode in (status.mode_executed, "auto") or now > before
 
 
 def _hindrance(status: RankStatus, mode: ModeName) -> str:
