@@ -191,6 +191,8 @@ def _role(launch: Launch, flags: dict[str, JsonValue], given: RoleName | None) -
     if given is not None:
         return given
     transfer = flags.get("kv-transfer-config")
+    if transfer is not None and not isinstance(transfer, dict):
+        raise Unmovable(f"--kv-transfer-config is {transfer!r}, must be a JSON object; quote it as '{{\"kv_connector\": ...}}'")
     part = transfer.get("kv_role") if isinstance(transfer, dict) else None
     if said in ("prefill", "decode"):
         return "prefill" if said == "prefill" else "decode"

@@ -92,6 +92,9 @@ SERVE = "vllm serve deepseek-ai/DeepSeek-V3 -dp 8 -ep"
         (f"{SERVE} --allowed-origins '[\"*\"]' --served-model-name a b", {"allowed-origins": '["*"]'}, {}),
         (f"{SERVE} --api-key $(cat key | tr -d ' ') --root-path '$HOME/#x'", {"root-path": "$HOME/#x"}, {}),
         (f"{SERVE}\r\n", {}, {}),
+        (f"{SERVE} \\", {}, {}),
+        (f"cat > a <<'EOF'\nit's $(not\nEOF\n{SERVE} --seed 4", {"seed": 4}, {}),
+        (f"cat <<A <<-B && {SERVE} --seed 4\n' 1\nA\n' 2\n\tB\necho", {"seed": 4}, {}),
         (f"/opt/venv/bin/{SERVE} --cuda-graph-sizes 1 2 -4", {"cuda-graph-sizes": [1, 2, -4]}, {}),
     ],
 )
@@ -123,6 +126,7 @@ SGLANG = "python3 -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V3"
         ("vllm serve someone/unheard-of -dp 8", "model someone/unheard-of is none that is known here.*--model"),
         (f"{SGLANG} --tp-size $TP", r"--tp-size is '\$TP', must be a whole number of at least 1; write it, or set the"),
         (f'{SERVE} --kv-transfer-config \'{{"kv_connector": "NixlConnector", "kv_role": "kv_both"}}\'', "kv_role is kv_both"),
+        (f"{SERVE} --kv-transfer-config {{kv_role:x}}", "--kv-transfer-config is '{kv_role:x}', must be a JSON object"),
         ("apiVersion: v1\nkind: ConfigMap\n", "kind is ConfigMap, must be one of LeaderWorkerSet, DisaggregatedSet"),
         ("apiVersion: v1\nkind: [", "the manifest is no YAML"),
         ("apiVersion: leaderworkerset.x-k8s.io/v1\nkind: LeaderWorkerSet\nmetadata: {name: x}\n", "x: no container runs"),
