@@ -90,12 +90,12 @@ def _change(old: Deployment, new: Deployment, place: tuple[str, ...], was: Any, 
 def _mode_change(deployment: Deployment, name: RoleName, role: Role, mode: str) -> tuple[Kind, str]:
     if mode not in reachable(deployment, name):
         return "restart", "the buffer was not made for it, or it gives the experts another layout"
-    if _captures(deployment, name, role, mode):
+    if captures(deployment, name, role, mode):
         return "drain", "captured graphs replay their mode: pause, drop them, capture again, resume"
     return "hot", "the buffer serves both, and all ranks change at the same dispatch"
 
 
-def _captures(deployment: Deployment, name: RoleName, role: Role, mode: str) -> bool:
+def captures(deployment: Deployment, name: RoleName, role: Role, mode: str) -> bool:
     """Do graphs hold the mode to leave or the new one? Both engines run prefill's all-to-all outside graphs."""
     decodes = name == "decode" or (name == "unified" and not DECODE.isdisjoint((role.ep.mode, mode)))
     return decodes and deployment.topology.device == "cuda" and not eager(role)
