@@ -12,6 +12,7 @@ from ep_backend.deployment import interpreters
 from ep_backend.deployment.checks import check_startable
 from ep_backend.deployment.flags import engine_flags
 from ep_backend.deployment.instances import Instance, engine_instances, router_instance
+from ep_backend.deployment.lint.parser import check_with_engine
 from ep_backend.deployment.load import load
 from ep_backend.deployment.schema import Deployment
 from ep_backend.modes import Mode
@@ -154,3 +155,17 @@ def test_no_python_of_sglang_is_told_before_loading(
     (problem,) = check_startable(deployment)
     assert problem.place == ("roles", "unified", "engine") and said in problem.what
     assert "name its Python in EP_SGLANG_PYTHON" in problem.fix
+
+
+def test_lint_asks_the_parser_in_sglangs_environment(
+    unified: Callable[..., Deployment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tmp_path / "asked"
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ncat > {asked}\necho 'sglang serve: error: no such chunk' >&2\nexit 2\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(interpreters, "sglang", lambda: (str(python), "0.5.23"))
+    (problem,) = check_with_engine(unified())
+    assert problem.place == ("roles", "unified", "args")
+    assert problem.what == "sglang 0.5.23 refuses: sglang serve: error: no such chunk"
+    assert json.loads(asked.read_text()) == ["--chunked-prefill-size", "2048"]
