@@ -80,8 +80,9 @@ def migrate(
 ) -> None:
     """Turn commands or manifests that start SGLang or vLLM into a deployment file. Exit 1 if lint still finds errors in it."""
     from ep_backend.deployment.lint.report import is_error
-    from ep_backend.deployment.migrate import Unmovable, as_rows
+    from ep_backend.deployment.migrate import as_rows
     from ep_backend.deployment.migrate import migrate as migrated
+    from ep_backend.deployment.migrate.notes import Unmovable
     from ep_backend.deployment.presets import models, topologies
 
     try:
@@ -117,7 +118,7 @@ def migrate(
 
 
 def _text(path: Path) -> str:
-    from ep_backend.deployment.migrate import Unmovable
+    from ep_backend.deployment.migrate.notes import Unmovable
 
     try:
         return path.read_text(encoding="utf-8")
@@ -126,7 +127,7 @@ def _text(path: Path) -> str:
 
 
 def _among(option: str, value: str | None, known: Iterable[str]) -> None:
-    from ep_backend.deployment.migrate import Unmovable
+    from ep_backend.deployment.migrate.notes import Unmovable
 
     if value is not None and value not in known:
         raise Unmovable(f"{option} {value} is no preset; choose one of {', '.join(known)}")

@@ -1,5 +1,6 @@
 """A launch in this package's words: which of its flags the file's own keys say, and which stay the engine's."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,7 +8,7 @@ from pydantic import JsonValue
 
 from ep_backend.deployment.migrate.launches import Engine, Launch
 from ep_backend.deployment.migrate.notes import Kind, Note, Unmovable
-from ep_backend.deployment.schema import RoleName
+from ep_backend.deployment.schema import HOST, RoleName
 
 # Their values are where something runs, which is decided where it is started.
 PLACES = {
@@ -71,7 +72,8 @@ def draft(launch: Launch, role: RoleName | None) -> Draft:
     served = flags.pop("served-model-name", None)
     made.served = str(served[0] if isinstance(served, list) else served) if served is not None else None
     host, port = flags.get("host"), flags.get("port")
-    made.listens = (host if isinstance(host, str) and "$" not in host else None, port if isinstance(port, int) else None)
+    named = isinstance(host, str) and re.fullmatch(HOST, host)
+    made.listens = (str(host) if named else None, port if isinstance(port, int) else None)
     for flag in PLACES[launch.engine]:
         if flag in flags and not (name == "unified" and flag in ("host", "port") and flags[flag] in made.listens):
             made.note("left out", _spelt(flag, flags[flag]), "", "`up` and `render` set it where it is started")
