@@ -12,9 +12,10 @@ from ep_backend.plan.result import MemoryPlan, ModePlan, Plan, RolePlan
 def print_plan(plan: Plan, console: Console) -> None:
     """The machines and the model, then for every role its modes, memory and assumptions."""
     nic = f"{plan.nic_gbs:.0f} GB/s NIC" if plan.nic_gbs else "no NIC"
-    links = f"{plan.gpu or 'GPU'}, {plan.nvlink_gbs:.0f} GB/s NVLink, {nic}"
-    on_cpu = "CPUs of this machine, which exchange through shared memory; times are those of this model: "
-    console.print(f"{plan.name}: {on_cpu if plan.device == 'cpu' else ''}{links}", highlight=False)
+    machine = f"{plan.gpu or 'GPU'}, {plan.nvlink_gbs:.0f} GB/s NVLink, {nic}"
+    if plan.device == "cpu":
+        machine = f"CPU, ranks share memory; times as if they were GPUs with {plan.nvlink_gbs:.0f} GB/s NVLink"
+    console.print(f"{plan.name}: {machine}", highlight=False)
     console.print(
         f"model: hidden {plan.hidden}, {plan.experts} experts, top {plan.top_k}, {plan.moe_layers} MoE layers, "
         f"{plan.parameters / 1e9:.3g} G parameters",
@@ -30,7 +31,7 @@ def _print_role(name: str, role: RolePlan, device: str, console: Console) -> Non
     console.print()
     table = Table(
         title=f"{name}: {role.engine}, EP{role.ranks} over {role.nodes} {domains}, {role.tokens} tokens a rank, "
-        f"{role.payload}; a token reaches {role.gpus_per_token:.2f} {ranks} on {role.nodes_per_token:.2f} {domains}",
+        f"{role.payload}; a token reaches {role.gpus_per_token:.2f} {ranks} on {role.nodes_per_token:.2f} domains",
         title_justify="left",
     )
     for column in ("mode", "copies", *sent, "dispatch us", "combine us", "step ms", "SMs", "buffer"):
