@@ -115,7 +115,8 @@ class Control:
 def file(served: Served, tmp_path: Path) -> Path:
     file = write_deployment(tmp_path, served.checkpoint, "direct", "low_latency", break_combine=False)
     edit(file, {"name": "flips", "control": {"key": KEY, "flip_timeout_s": 120.0}})
-    edit(file, {"roles.decode.env.VLLM_SERVER_DEV_MODE": "1"})  # the routes that drain it
+    # The routes that drain it, and time to find out that a rank is stopped before its peer gives up.
+    edit(file, {"roles.decode.env.VLLM_SERVER_DEV_MODE": "1", "roles.decode.ep.timeout_s": 180.0})
     return file
 
 
