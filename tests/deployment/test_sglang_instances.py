@@ -14,6 +14,7 @@ from ep_backend.deployment.flags import engine_flags
 from ep_backend.deployment.instances import Instance, engine_instances, router_instance
 from ep_backend.deployment.lint.parser import check_with_engine
 from ep_backend.deployment.load import load
+from ep_backend.deployment.logs import last_errors, last_line
 from ep_backend.deployment.schema import Deployment
 from ep_backend.modes import Mode
 
@@ -169,3 +170,15 @@ def test_lint_asks_the_parser_in_sglangs_environment(
     assert problem.place == ("roles", "unified", "args")
     assert problem.what == "sglang 0.5.23 refuses: sglang serve: error: no such chunk"
     assert json.loads(asked.read_text()) == ["--chunked-prefill-size", "2048"]
+
+
+def test_errors_in_a_log_of_sglang(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "[2026-11-29 10:00:01] The server is fired up and ready to roll!\n"
+        "[2026-11-29 10:00:02 DP1 TP1 EP1] TimeoutError: rank 0 waited 5 s for rank 1\n"
+        "Traceback (most recent call last):\n  File x\n"
+        "[2026-11-29 10:00:03 DP0 TP0 EP0] Prefill batch, #new-seq: 1\n"
+    )
+    assert last_errors(log) == ["TimeoutError: rank 0 waited 5 s for rank 1"]
+    assert last_line(log) == "Prefill batch, #new-seq: 1"
