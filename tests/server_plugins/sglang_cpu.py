@@ -1,6 +1,7 @@
-"""What SGLang lacks on a CPU for the DeepEP formats, as one more plug-in of its processes. Only for tests.
+"""What SGLang lacks on a CPU for the DeepEP formats, as one more plug-in of its processes. `./ep` installs it for tests.
 
-:func:`plugin` writes a distribution that SGLang finds on PYTHONPATH. EP_TEST_COMBINE_SCALE spoils every combine.
+EP_TEST_DISPATCHES names a file that gets a line "lane mode" a dispatch; EP_TEST_SPOILED one that, while it exists, spoils
+what every combine returns.
 """
 
 from __future__ import annotations
@@ -13,23 +14,14 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-COMBINE_SCALE = "EP_TEST_COMBINE_SCALE"
+DISPATCHES, SPOILED = "EP_TEST_DISPATCHES", "EP_TEST_SPOILED"
 FACTORIES = ("tensor", "empty", "zeros", "full", "empty_like", "zeros_like", "ones", "arange")
 
 
-def plugin(folder: Path) -> str:
-    """Write the distribution into the folder; returns the PYTHONPATH that makes SGLang load it."""
-    info = folder / "ep_test_sglang_cpu-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ep-test-sglang-cpu\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nep_test_cpu = {__name__}:register\n")
-    return os.pathsep.join([str(folder), str(ROOT)])
-
-
 def register() -> None:
-    """Entry point."""
+    """Entry point of the group sglang.srt.plugins."""
     import torch
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     # Without a GPU SGLang imports its rotary kernel from here, and then computes in torch.
     kernels = ModuleType("vllm._custom_ops")
@@ -37,9 +29,8 @@ def register() -> None:
     sys.modules.update({"vllm": ModuleType("vllm"), "vllm._custom_ops": kernels})
     for name in FACTORIES:
         setattr(torch, name, _without_pinning(getattr(torch, name)))
-    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
+    # Two-batch overlap divides a GPU's multiprocessors.
+    torch.cuda.get_device_properties = lambda *_, **__: SimpleNamespace(multi_processor_count=132)
     attention = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
     for target, fn in {
         f"{attention}.get_cuda_graph_seq_len_fill_value": lambda self: 1,
@@ -47,10 +38,11 @@ def register() -> None:
         "sglang.srt.layers.deep_gemm_wrapper.configure_deep_gemm_num_sms": lambda num_sms: contextlib.nullcontext(),
     }.items():
         HookRegistry.register(target, fn, HookType.REPLACE)
-    scale = os.environ.get(COMBINE_SCALE)
-    if scale:
-        target = "server_plugins.sglang.dispatcher.EpDispatcher.combine_b"
-        HookRegistry.register(target, lambda out, *_: out * float(scale), HookType.AFTER)
+    dispatcher = "server_plugins.sglang.dispatcher.EpDispatcher"
+    if os.environ.get(DISPATCHES):
+        HookRegistry.register(f"{dispatcher}.dispatch_b", _note, HookType.AFTER)
+    if os.environ.get(SPOILED):
+        HookRegistry.register(f"{dispatcher}.combine_b", _spoil, HookType.AFTER)
 
 
 def experts(layer: Any, dispatched: Any) -> Any:
@@ -77,6 +69,15 @@ def _expert(layer: Any, x: Any, expert: int) -> Any:
 
     gate, up = (x @ layer.w13_weight[expert].t()).chunk(2, -1)
     return (silu(gate) * up) @ layer.w2_weight[expert].t()
+
+
+def _note(dispatched: Any, dispatcher: Any) -> None:
+    with open(os.environ[DISPATCHES], "a") as file:
+        file.write(f"{dispatcher.lane} {dispatcher._mode.value}\n")
+
+
+def _spoil(out: Any, dispatcher: Any) -> Any:
+    return out * 0.5 if Path(os.environ[SPOILED]).exists() else None
 
 
 def _without_pinning(original: Callable[..., Any]) -> Callable[..., Any]:
