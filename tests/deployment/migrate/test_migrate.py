@@ -166,10 +166,12 @@ def test_half_a_pair_is_written_and_says_what_is_missing() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text", "complaint"),
     [
-        (["/nowhere.sh"], "", "No such file or directory: '/nowhere.sh'"),
+        (["/nowhere.sh"], "", "/nowhere.sh cannot be read: No such file or directory; give a shell script or a manifest"),
         (["-", "--topology", "h100"], SERVE, "--topology h100 is no preset; choose one of h800-nvl8-cx7,"),
         (["-", "--model", "gpt"], SERVE, "--model gpt is no preset; choose one of deepseek-v3,"),
-        (["-", "--out", "/nowhere/d.yaml"], SERVE, "No such file or directory: '/nowhere/d.yaml'"),
+        (["-", "--out", "/nowhere/d.yaml"], SERVE, "--out /nowhere/d.yaml cannot be written: No such file or directory"),
+        (["-", "--out", __file__], SERVE, "test_migrate.py cannot be written: File exists; choose another"),
+        ([str(Path(sys.executable).resolve())], "", "is no text in UTF-8"),
         (["-", "--name", "A B"], SERVE, "name would be 'A B': string should match pattern"),
         (["-"], SERVE.replace("8", "0"), "--data-parallel-size is 0, must be a whole number of at least 1"),
     ],
