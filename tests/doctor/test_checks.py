@@ -277,6 +277,8 @@ CASES: list[tuple[str, Change, str, str, str, Need]] = [
             *("ibgda", files('EnableStreamMemOPs: 0\nRegistryDwords: ""\n', "/proc/driver/nvidia/params"), "warn"),
             *("PeerMappingOverride not set", "modprobe.d"),
         ),
+        ("gpudirect", gone("/sys/module/nvidia_peermem", "/proc/driver/nvidia/version"), "skip", "cannot be read", ""),
+        ("ports", gone("/sys/class/infiniband"), "skip", "nothing in", ""),
         ("ibgda", env(NVSHMEM_REMOTE_TRANSPORT="none"), "fail", "=none", "unset"),
         ("gdrcopy", gone("/sys/module/gdrdrv"), "warn", "not loaded", "modprobe gdrdrv"),
         ("gdrcopy", gone("/dev/gdrdrv"), "warn", "not here", "NVIDIA_GDRCOPY=enabled"),
