@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 OPS = ("dispatch", "combine")
 TIMEOUT, DISAGREE, ABORT, BAD_ID = 1, 2, 3, 4  # Fault of args.h
-MODES = {Mode.DIRECT, Mode.LOW_LATENCY}
+MODES = {Mode.DIRECT, Mode.LOW_LATENCY, Mode.HYBRID}
 _DTYPES = {Payload.BF16: torch.bfloat16, Payload.FP8: torch.float8_e4m3fn, Payload.FP8_UE8M0: torch.float8_e4m3fn}
 
 
@@ -72,12 +72,13 @@ class NvshmemFabric:
         # Host memory that kernels write: 16 words of error report, then agreed, and received rows by lane.
         self._host = gpu.mapped(20)
         self._seen = self._host.numpy()
-        counters = 4 * (4 * s.ranks + 4) + s.ranks + s.local_experts
+        counters = 4 * (4 * s.ranks + 8) + s.ranks + s.local_experts
         self._counters = torch.zeros(counters, dtype=torch.int64, device=self.device)
         self._control = torch.zeros(4, dtype=torch.int64, device=self.device)
         self._lanes = torch.tensor([[1, 0, 0]] * config.lanes, dtype=torch.int64, device=self.device)
         self._reason: str | None = None
         self._proposal = 0
+        self._sides = [gpu.side() for _ in range(config.lanes)]
         self._launches = Launches(s, config.lanes, gpu.multiprocessors, config.deterministic)
         control = max(layout.lane_offset(s, i) + layout.lane(s).dispatch for i in range(config.lanes))
         self._heap = gpu.heap(self.allocated_bytes, control, meeting)
@@ -91,7 +92,7 @@ class NvshmemFabric:
         if missing:
             raise ValueError(
                 f"mode {', '.join(missing)} is not there on the nvshmem fabric yet; "
-                "give max_tokens to direct and low_latency only"
+                "give max_tokens to direct, low_latency and hybrid only"
             )
         if config.ranks > launch.MAX_RANKS:
             raise ValueError(f"{config.ranks} ranks; the peer kernels serve up to {launch.MAX_RANKS} of one NVLink domain")
@@ -126,10 +127,19 @@ class NvshmemFabric:
             stream_returned=at + words.stream_returned,
             expert_arrival=at + words.expert_arrival,
             returned=at + words.returned,
+            rail_tail=at + words.rail_tail,
+            rail_total=at + words.rail_total,
+            relay_returned=at + words.relay_returned,
             slots=at + regions.dispatch,
             slot_segment=layout.source_segment(s, 1, tokens),
             area=at + regions.combine,
             area_segment=layout.combine_segment(s, 1, tokens),
+            gpus=s.gpus_per_node,
+            rail_slots=at + regions.dispatch + layout.rail_segment(s, 0, 0),
+            rail_segment=layout.rail_segment(s, 1, 0) - layout.rail_segment(s, 0, 0),
+            relay_area=at + regions.combine + layout.relay_segment(s, 0, 0),
+            relay_segment=layout.relay_segment(s, 0, 1) - layout.relay_segment(s, 0, 0),
+            relay_node=layout.relay_segment(s, 1, 0) - layout.relay_segment(s, 0, 0),
             payload=payload,
             signature=mode.code << 3 | list(Layout).index(form) << 2 | payload,
             agreed=host + 8 * 16,
@@ -185,15 +195,17 @@ class NvshmemFabric:
             ids = self._empty((capacity, s.top_k), torch.int32)
             weights = self._empty((capacity, s.top_k), torch.float32)
         counts = self._empty((s.local_experts,), torch.int32)
-        # plan | target | position | pick_weight, 32 bits each
+        # plan | target | position | pick_weight | relay, 32 bits each
         plan_words = s.ranks * (layout.CHANNELS + 2)
         if self._launches.per_expert(call):
             sizes = (plan_words + s.local_experts * (s.ranks + 1), s.local_experts * capacity, 0)
         else:
             sizes = (plan_words, capacity, capacity * s.top_k if masked else 0)
-        records = self._empty((sizes[0] + sizes[1] + 2 * sizes[2],), torch.int32)
+        relayed = 2 * s.nodes * call.max_tokens if call.mode is Mode.HYBRID and s.nodes > 1 else 0
+        records = self._empty((sizes[0] + sizes[1] + 2 * sizes[2] + relayed,), torch.int32)
         plan = records.data_ptr()
         target, position = plan + 4 * sizes[0], plan + 4 * (sizes[0] + sizes[1])
+        weight, relay = position + 4 * sizes[2], position + 8 * sizes[2]
         waits = call.host_counts and not masked
         host_rows = 17 + call.lane
         if waits:
@@ -210,7 +222,7 @@ class NvshmemFabric:
             *(call.x.data_ptr(), _address(call.scales), call.ids.data_ptr(), call.weights.data_ptr()),
             *(rows.data_ptr(), _address(scales), _address(ids), _address(weights), counts.data_ptr(), stride),
             *(int(not masked and not waits), self._host.data_ptr() + 8 * host_rows if waits else 0),
-            *(plan, target, position, position + 4 * sizes[2], channels, layout.ceil_div(call.tokens, channels)),
+            *(plan, target, position, weight, relay, channels, layout.ceil_div(call.tokens, channels)),
         )
         received = Received(rows, scales, ids, weights, counts, None)
         args = self._args[call.lane, call.mode, call.layout, call.payload]
@@ -223,10 +235,14 @@ class NvshmemFabric:
         return (*state.dispatch[:-3], int(stays), y.data_ptr(), _address(out))
 
     def _launch(self, op: str, call: Call, state: _State, values: tuple[int, ...], *, send: bool, receive: bool) -> None:
-        stream = self._gpu.stream()
+        stream, side = self._gpu.stream(), self._sides[call.lane]
         for one in self._launches.of(op, call, send=send, receive=receive):
             state.args.pack(values, one)
-            self._kernels[one.kernel].launch(one, state.args, stream)
+            if one.side:
+                side.fork()
+            if one.joins:
+                side.join()
+            self._kernels[one.kernel].launch(one, state.args, side.stream if one.side else stream)
 
     def _await_rows(self, call: Call) -> int:
         deadline = time.monotonic() + self.config.timeout_s + 5.0
@@ -300,17 +316,21 @@ class NvshmemFabric:
         )
 
     def transports(self) -> dict[str, list[int]]:
+        each = self.shape.gpus_per_node
         others = [r for r in range(self.shape.ranks) if r != self.rank]
-        return {"local": [self.rank], "scale_up": others, "scale_out": []}
+        near = [r for r in others if r // each == self.rank // each]
+        return {"local": [self.rank], "scale_up": near, "scale_out": [r for r in others if r not in near]}
 
     def read_stats(self, stats: BufferStats) -> None:
         """Copy the device's counters; waits for the kernels before."""
         s, values = self.shape, self._counters.tolist()
-        size = 4 * s.ranks + 4
+        size = 4 * s.ranks + 8
         for mode in self.config.max_tokens:
-            rows, scalars = values[size * mode.code :][: 4 * s.ranks], values[size * mode.code + 4 * s.ranks :][:4]
+            rows, scalars = values[size * mode.code :][: 4 * s.ranks], values[size * mode.code + 4 * s.ranks :][:8]
             m = stats.mode(mode.value)
-            m.dispatch.calls, m.combine.calls, m.tokens, m.slots_high_water = scalars
+            m.dispatch.calls, m.combine.calls, m.tokens, m.slots_high_water = scalars[:4]
+            for op, forwarded in ((m.dispatch, scalars[4:6]), (m.combine, scalars[6:])):
+                op.records["forwarded"], op.bytes["forwarded"] = forwarded
             for op, first in ((m.dispatch, 0), (m.combine, 2)):
                 for path, peers in self.transports().items():
                     op.records[path] = sum(rows[first * s.ranks + p] for p in peers)

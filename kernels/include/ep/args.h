@@ -30,8 +30,12 @@ struct Args {
   i64 lane, mode, max_tokens;
   u64 state;             // LaneState of this lane
   i64 intent, stream_count, stream_tail, stream_returned, expert_arrival, returned;
+  i64 rail_tail, rail_total, relay_returned;
   i64 slots, slot_segment;   // dispatch payload, and bytes of one source's segment
   i64 area, area_segment;    // combine payload, and bytes of one copy's segment
+  i64 gpus;                  // of a node
+  i64 rail_slots, rail_segment;      // hybrid: slots of the rail hop, and bytes of one source node's
+  i64 relay_area, relay_segment, relay_node;   // hybrid: partial sums at the relay, bytes of one copy's and one source node's
   i64 payload, signature;
   u64 agreed;            // mapped u64: the proposal of all ranks in the last dispatch, else 0
 
@@ -48,6 +52,7 @@ struct Args {
   u64 target;            // i32 [R x max_tokens]: by received record, its row in the owner's combine payload
   u64 position;          // i32 [R x max_tokens][K]: by received record and pick, the masked row or -1
   u64 pick_weight;       // f32 likewise
+  u64 relay;             // hybrid: i32 [N][max_tokens][2] by source node and rail slot: the record's ranks, one bit each, and token
   i64 channels, chunk;   // this rank's dispatch: its blocks, and tokens of each
   i64 stays;             // combine: this rank's own compact rows are read from y when they are summed
   u64 y, out;
@@ -86,8 +91,9 @@ enum class Report : int { kKind, kOp, kMode, kLane, kEpoch, kPeer, kExpected, kS
 enum class Fault : u64 { kNone, kTimeout, kDisagree, kAbort, kBadId };
 enum class Op : int { kDispatch, kCombine };
 
-// Counters, u64 each. A mode has four rows of R (records and bytes of both operations, by destination) and three scalars.
-constexpr int kStatRows = 4, kStatScalars = 4;   // dispatches, combines, tokens, most tokens of one call
+// Counters, u64 each. A mode has four rows of R (records and bytes of both operations, by destination) and scalars:
+// dispatches, combines, tokens, most tokens of one call; records and bytes forwarded for other ranks, of both operations.
+constexpr int kStatRows = 4, kStatScalars = 8, kStatForwarded = 4;
 EP_HD i64 stat_mode(i64 ranks, i64 mode) { return mode * (kStatRows * ranks + kStatScalars); }
 EP_HD i64 stat_waits(i64 ranks) { return stat_mode(ranks, 4); }          // [R] nanoseconds
 EP_HD i64 stat_experts(i64 ranks) { return stat_waits(ranks) + ranks; }  // [e] rows
