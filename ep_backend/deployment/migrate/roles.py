@@ -2,13 +2,13 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import JsonValue
 
 from ep_backend.deployment.migrate.launches import Engine, Launch
 from ep_backend.deployment.migrate.notes import Kind, Note, Unmovable
-from ep_backend.deployment.schema import HOST, RoleName
+from ep_backend.deployment.schema import HOST, ModeName, RoleName
 
 # Their values are where something runs, which is decided where it is started.
 PLACES = {
@@ -28,7 +28,6 @@ CAPACITY = {
     "sglang": ("SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"),
     "vllm": (),
 }
-MODES = {"normal": "normal", "low_latency": "low_latency", "direct": "direct", "hybrid": "hybrid"}
 VLLM_MODES = {"deepep_high_throughput": "normal", "deepep_low_latency": "low_latency"}
 
 
@@ -116,8 +115,8 @@ def _sglang(made: Draft, flags: dict[str, JsonValue]) -> None:
     if any([flags.pop("enable-deepep-moe", False), flags.pop("enable-ep-moe", False)]) and backend is None:
         backend = "deepep"
     made.note("changed", f"MoE all-to-all {backend or 'none'}", "ep", "ep_backend takes its place")
-    wished = flags.pop("deepep-mode", None) or flags.pop("deepep-v2-mode", None)
-    made.ep["mode"] = MODES.get(str(wished), "auto")
+    wished = [flags.pop("deepep-mode", None), flags.pop("deepep-v2-mode", None)]
+    made.ep["mode"] = next((mode for mode in wished if mode in get_args(ModeName)), "auto")
     config = flags.pop("deepep-config", None)
     if isinstance(config, dict):
         dispatch = config.get("normal_dispatch")
