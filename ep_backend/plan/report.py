@@ -77,7 +77,7 @@ def _print_memory(name: str, memory: MemoryPlan, buffer_bytes: int, console: Con
     )
     console.print(
         f"  fits: KV memory for {memory.sequences} full-length sequences a rank{_batch(name, memory)}; "
-        f"max_tokens up to {memory.largest_max_tokens} leaves any KV memory",
+        f"above max_tokens {memory.largest_max_tokens} none is left",
         highlight=False,
     )
 
