@@ -20,6 +20,7 @@ from tests.core import oracle
 from tests.core.pool import Pool, World
 from tests.core.rounds import LAYOUTS, Round
 
+FAMILIES = {"prefill": ("direct", "normal"), "decode": ("low_latency", "hybrid")}
 # What an adapter adds: a limit of SMs, how often auto fell back, planned seconds a layer.
 MODES = ["auto", "normal", "direct", "low_latency", "hybrid"]
 FACTS = {"sms": 20, "fallbacks": {"capacity": 3}, "estimates": {"direct": 1e-3}}
@@ -131,7 +132,10 @@ def serve(
 
 
 def _step(world: World, buffer: Any, mode: str, role: str, number: int) -> Step:
-    mode = {"prefill": "direct", "decode": "low_latency"}[role] if mode == "auto" else mode
+    if role == "unified":  # as in SGLang, where a mode is for the batches of its own family: a prompt, then decoding
+        role = "decode" if number % 4 else "prefill"
+        mode = mode if mode in FAMILIES[role] else "auto"
+    mode = FAMILIES[role][0] if mode == "auto" else mode
     case = oracle.make_case(number, [(number * (rank + 3)) % 13 for rank in range(world.size)])
     Round(world, buffer, case, mode, payload="fp32", layout=LAYOUTS[mode]).run()
     return int(buffer.stats()["epoch"]), mode
