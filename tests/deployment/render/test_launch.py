@@ -77,7 +77,7 @@ def test_the_router_asks_the_leaders(launcher: Launcher, rendered: Callable[...,
     code, error, calls = launcher.run(rendered("vllm") / "router.sh", PREFILL="a", DECODE="b")
     assert code == 0, error
     assert "--prefill http://a:20000 --decode http://b:22000" in flags(calls[0])
-    code, error, calls = launcher.run(rendered("sglang") / "router.sh", PREFILL="a", DECODE="b", HOST="0.0.0.0")
+    code, error, calls = launcher.run(rendered("sglang") / "router.sh", PREFILL="a", DECODE="b", LISTEN="0.0.0.0")
     assert "--host 0.0.0.0 --port 8000" in flags(calls[0])
     assert "--pd-disaggregation --prefill http://a:20000 20050 --decode http://b:22000" in flags(calls[0])
     code, error, calls = launcher.run(rendered("sglang") / "router.sh", PREFILL="a")

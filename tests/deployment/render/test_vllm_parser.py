@@ -35,3 +35,12 @@ def test_every_command(launcher: Launcher, rendered: Callable[..., Path], render
         assert arguments["model_tag"] == "/models/DeepSeek-V3"
         assert arguments["data_parallel_address"] == "127.0.0.1"
         assert (arguments["enable_dbo"], arguments["headless"]) == (role == "decode", node == 1)
+
+
+def test_the_router(launcher: Launcher, rendered: Callable[..., Path]) -> None:
+    launch_router = pytest.importorskip("vllm_router.launch_router", reason="vllm-router is not installed")
+    code, error, (call,) = launcher.run(rendered("vllm") / "router.sh", PREFILL="a", DECODE="b")
+    assert code == 0, error
+    arguments = launch_router.parse_router_args(call.arguments)
+    assert (arguments.prefill_urls, arguments.decode_urls) == ([("http://a:20000", None)], ["http://b:22000"])
+    assert (arguments.host, arguments.port, arguments.kv_connector) == ("127.0.0.1", 8000, "nixl")
