@@ -9,9 +9,9 @@ answers with one boolean an attention-DP group. Values are numbers, for SGLang a
   carries no token, no rank will change; withdraw the token, then ask again.
 - ``{"ep_backend_abandon": T}``: withdraw it. No effect on a change that was already agreed on.
 
-``GET /server_info`` answers with ``internal_states``, one an attention-DP group; each has under ``ep_backend`` what
-:meth:`Runtime.status` returns: mode wished for and mode executed, counters, the state of a flip, and why the last request
-was refused.
+``GET /server_info`` answers with ``internal_states``, one an attention-DP group, in no order; each has under
+``ep_backend`` what :meth:`Runtime.status` returns: mode wished for and mode executed, counters, the state of a flip, and why
+the last request was refused.
 """
 
 from __future__ import annotations
