@@ -15,7 +15,7 @@ from ep_backend.checkpoint import write_checkpoint
 from ep_backend.modes import Family, Mode
 from ep_backend.policy import Role
 from ep_backend.settings import SETTINGS_VARIABLE
-from server_plugins.sglang import NAME, compat
+from server_plugins.sglang import NAME, arguments, compat
 from server_plugins.sglang.choice import CAPACITY_VARIABLE
 from server_plugins.sglang.plan import Plan
 
@@ -292,6 +292,22 @@ def test_a_changed_interface_is_named(resolve, monkeypatch):
     monkeypatch.setattr(deepep, "DeepEPLLDispatchOutput", changed)
     with pytest.raises(RuntimeError, match=r"does not fit ep_backend: DeepEPLLDispatchOutput has the fields \('hidden_st"):
         resolve()
+
+
+def test_an_sglang_that_has_no_place_for_the_hooks_is_refused(parse, resolve, monkeypatch):
+    from sglang.srt.arg_groups import resolution_hooks
+
+    def lacking():
+        raise compat.Incompatible("SGLang 9 does not fit ep_backend: resolution has no steps")
+
+    parse()
+    monkeypatch.setattr(resolution_hooks, "_HOOKS", {})
+    monkeypatch.setattr(compat, "require_resolution", lacking)
+    monkeypatch.setattr(arguments, "_incompatible", None)
+    arguments.install()
+    with pytest.raises(RuntimeError, match="SGLang 9 does not fit ep_backend: resolution has no steps"):
+        resolve()
+    assert resolve(backend="none").resolved_dict()["moe_a2a_backend"] == "none"
 
 
 def test_a_hook_that_sglang_did_not_apply_is_an_error(resolve, monkeypatch):

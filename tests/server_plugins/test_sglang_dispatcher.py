@@ -314,6 +314,13 @@ def misused(world: World) -> None:
     from tests.server_plugins.sglang_cpu import experts
     from tests.server_plugins.sglang_layers import LIMIT, Batch, layer
 
+    unloaded = layer(world, "direct")
+    with pytest.raises(RuntimeError, match="this layer has no buffer: its model was not loaded by SGLang's ModelRunner"):
+        unloaded.run(Batch.make(world.rank, 1))
+    unloaded.inner.set_quant_config({"input_global_scale": torch.ones(1)})
+    with pytest.raises(ValueError, match="rows of nvfp4 cannot be dispatched; use --deepep-dispatcher-output-dtype bf16"):
+        unloaded.runtime.allocate()
+
     with layer(world, "low_latency") as moe:
         batch, d = Batch.make(world.rank, 4), moe.inner
         with pytest.raises(RuntimeError, match="sub-batch 0 is idle, and only one that is dispatching can go on to dispatched"):
