@@ -99,6 +99,8 @@ def test_a_role_on_two_nodes_is_two_launches(unified: Callable[..., Deployment],
         ("data_parallel: 2", "data_parallel: 4\n    nodes: 2"),
         ("chunked-prefill-size: 2048", "chunked-prefill-size: 4096"),
     )
+    (problem,) = check_startable(deployment)
+    assert problem.place == ("roles", "unified", "nodes") and "wants the same ports" in problem.what
     head, second = engine_instances(deployment, tmp_path / "run")
     assert head.health is not None and second.health is None
     assert [value(launch, "--node-rank") for launch in (head, second)] == ["0", "1"]
