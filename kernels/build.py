@@ -1,4 +1,4 @@
-"""Compiles the CUDA images of this folder: `python kernels/build.py OUT_DIR`, or `build(out_dir)`.
+"""Compiles the CUDA images of this folder: `python kernels/build.py OUT_DIR [FLAG...]`, or `build(out_dir)`.
 
 Each image is one kernel file for one architecture. Hot images of the tuned architecture may neither spill nor use a stack:
 that is an error. The others are compiled and reported only. Images of remote puts hold NVSHMEM's device code and are made
@@ -132,5 +132,5 @@ def report(text: str, image: str) -> list[Resources]:
 
 
 if __name__ == "__main__":
-    for path in build(sys.argv[1] if len(sys.argv) > 1 else HERE.parent / "ep_backend" / "images"):
+    for path in build(sys.argv[1] if len(sys.argv) > 1 else HERE.parent / "ep_backend" / "images", tuple(sys.argv[2:])):
         print(path)
