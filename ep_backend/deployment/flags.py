@@ -1,6 +1,7 @@
 """The engine flags of a role, equal on all its launches: what the file's keys decide, then the role's own args."""
 
 import json
+import math
 from typing import Any
 
 from pydantic import JsonValue
@@ -36,9 +37,20 @@ def _vllm(deployment: Deployment, name: RoleName, role: Role) -> Flags:
             "kv_connector": "NixlConnector",
             "kv_role": "kv_producer" if name == "prefill" else "kv_consumer",
             "kv_buffer_device": deployment.topology.device,
+            "kv_connector_extra_config": {"kv_lease_duration": _kv_lease_s(deployment)},
         }
         flags["kv-transfer-config"] = json.dumps(transfer)
     return flags
+
+
+def _kv_lease_s(deployment: Deployment) -> int:
+    """How long prefill keeps a request's KV blocks while a decode rank makes no step.
+
+    vLLM's 30 s are shorter than a flip, a drain or the wait for a slow rank may take; a decode rank that then goes on reads
+    blocks that hold another request, and answers wrong tokens.
+    """
+    waits = max(role.ep.timeout_s for _, role in deployment.roles.items())
+    return math.ceil(deployment.control.flip_timeout_s + deployment.target.drain_timeout_s + waits)
 
 
 def _sglang(deployment: Deployment, name: RoleName, role: Role, version: str | None) -> Flags:

@@ -23,6 +23,7 @@ def test_a_pair_and_its_router(write_file: Callable[..., Path], tmp_path: Path) 
     assert "--enforce-eager" in prefill.command
     assert prefill.command[prefill.command.index("--compilation-config") + 1] == '{"level": 0}'
     kv = json.loads(prefill.command[prefill.command.index("--kv-transfer-config") + 1])
+    assert kv.pop("kv_connector_extra_config") == {"kv_lease_duration": 30 + 300 + 60}, "longer than any pause of decode"
     assert kv == {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_buffer_device": "cuda"}
     settings = json.loads(Path(decode.env["EP_BACKEND_SETTINGS"]).read_text())
     assert settings["role"] == "decode"
