@@ -32,10 +32,10 @@ def _check_sglang(deployment: Deployment) -> Iterator[Problem]:
             what = f"are a pair of sglang, but {python} has no sglang_router to stand before it"
             yield Problem(("roles",), what, f"{python} -m pip install sglang-router", "EP013")
     for name, role in roles:
-        if role.nodes > 1 and not deployment.target.namespaces:
-            what = f"is {role.nodes}, but every launch of SGLang wants the same ports of this machine for itself"
-            fix = "set target: {namespaces: true}, or nodes: 1 with ep.gpus_per_node for virtual nodes"
-            yield Problem(("roles", name, "nodes"), what, fix, "EP013")
+        if role.nodes > 1:
+            # In network namespaces, too: ranks that share /dev/shm meet on loopback.
+            what = f"is {role.nodes}, but launches of SGLang on one machine claim the same ports"
+            yield Problem(("roles", name, "nodes"), what, "use nodes: 1, and ep.gpus_per_node for virtual nodes", "EP013")
 
 
 def _check_namespaces(deployment: Deployment) -> Iterator[Problem]:

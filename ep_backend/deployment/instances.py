@@ -114,7 +114,7 @@ def _site(deployment: Deployment, name: RoleName, role: Role, folder: Path) -> _
         envs.append({**role.env, SETTINGS_VARIABLE: str(settings)})
         if spaces[node]:
             envs[node]["GLOO_SOCKET_IFNAME"] = namespaces.DEVICE
-            envs[node]["VLLM_HOST_IP" if role.engine == "vllm" else "SGLANG_HOST_IP"] = agent_host
+            envs[node]["VLLM_HOST_IP"] = agent_host
     return _Site(host, port, agent_hosts[0] if spaces[0] else "127.0.0.1", spaces, envs, agents)
 
 
@@ -141,17 +141,12 @@ def _vllm_commands(deployment: Deployment, name: RoleName, role: Role, site: _Si
 
 
 def _sglang_commands(deployment: Deployment, name: RoleName, role: Role, site: _Site) -> list[list[str]]:
-    """Every node runs the same command but for its number; only the first one serves clients."""
+    """One launch: on one machine two would claim the same ports."""
     python, version = interpreters.sglang()
     command = [python, "-P", "-m", "sglang.launch_server", *flag_words(engine_flags(deployment, name, role, version))]
     if name == "prefill":
         command += [BOOTSTRAP, str(free_ports(1))]
-    head = ["--host", site.host, "--port", str(site.port)]
-    if role.nodes == 1:
-        return [[*command, *head]]
-    command += ["--nnodes", str(role.nodes), "--dist-init-addr", f"{site.address}:{free_ports(1)}", "--node-rank"]
-    others = ([*command, str(node), "--port", str(free_ports(1))] for node in range(1, role.nodes))
-    return [[*command, "0", *head], *others]
+    return [[*command, "--host", site.host, "--port", str(site.port)]]
 
 
 def namespaces_of(deployment: Deployment) -> dict[str, str]:
