@@ -5,36 +5,12 @@
 
 namespace ep {
 
-struct Warps {
-  int first, step;
-};
-__device__ __forceinline__ Warps all_warps() {
-  int warps = blockDim.x / 32;
-  return {int(blockIdx.x * warps + threadIdx.x / 32), int(gridDim.x * warps)};
-}
-
 // Behind the plan: [local expert][R + 1], the first of each source's rows among the expert's; behind the last, all.
 __device__ __forceinline__ int* expert_plan(const Args& a, int expert) {
   return reinterpret_cast<int*>(a.plan) + plan_words(a.ranks) + expert * (a.ranks + 1);
 }
 __device__ __forceinline__ u64 expert_slots(const Args& a, int rank, int expert, int source) {
   return a.heap[rank] + a.slots + (expert * a.ranks + source) * a.slot_segment;
-}
-
-__device__ __forceinline__ void start(const Args& a, Shared& sh, Op op) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (warp == blockDim.x / 32 - 1) {
-    bool stopped = given_up(a, op, 0, lane);
-    if (lane == 0) sh.stopped = stopped;
-    if (lane < blockDim.x / 32) mbarrier_init(&sh.bars[lane]);
-  }
-  if (threadIdx.x == 0) {
-    sh.epoch = read_epoch(a);
-    Record f = record(Payload(a.payload), a.hidden, a.top_k);
-    sh.f = {int(f.scales), int(f.ids), int(f.weights), int(f.source), int(f.bytes),
-            int(payload_bytes(Payload(a.payload), a.hidden)), int(scale_bytes(Payload(a.payload), a.hidden) / 4)};
-  }
-  __syncthreads();
 }
 
 // Which of 32 tokens pick the expert.

@@ -9,9 +9,9 @@ constexpr int kMaxRanks = 32;   // one warp lane a rank
 constexpr int kThreads = 1024;   // at most
 constexpr int kWarps = kThreads / 32;
 
-// An intent word's count: what ranks must agree on (payload 2 bits, layout 1, mode 2), then the sender's channels - 1 in 7,
+// An intent word's count: what ranks must agree on (payload 2 bits, layout 1, mode 2, handle 1), then the sender's channels - 1 in 7,
 // and a proposal in the highest 8.
-constexpr int kSignatureBits = 5;
+constexpr int kSignatureBits = 6, kRepeats = 1 << 5;   // kRepeats: counts are those of an earlier dispatch
 constexpr u64 kSignatureMask = (u64(1) << kSignatureBits) - 1;
 constexpr int kProposalBits = 16;
 EP_HD int intent_channels(u64 intent) { return int(intent >> kSignatureBits & (kChannels - 1)) + 1; }
@@ -30,8 +30,12 @@ struct Args {
   i64 lane, mode, max_tokens;
   u64 state;             // LaneState of this lane
   i64 intent, stream_count, stream_tail, stream_returned, expert_arrival, returned;
-  i64 slots, slot_segment;   // dispatch payload, and bytes of one source's segment
-  i64 area, area_segment;    // combine payload, and bytes of one copy's segment
+  i64 slots, slot_segment;   // dispatch payload, and bytes of one source's segment (normal: of a ring)
+  i64 area, area_segment;    // combine payload, and bytes of one copy's segment (normal: of a ring)
+  i64 gpus;                  // of a node
+  i64 rail_count, ring_tail, ring_head, rail_ring_tail, rail_ring_head;        // normal
+  i64 back_tail, back_head, rail_back_tail, rail_back_head;
+  i64 ring_share;            // normal: slots of a ring that a channel has
   i64 payload, signature;
   u64 agreed;            // mapped u64: the proposal of all ranks in the last dispatch, else 0
 
@@ -48,6 +52,8 @@ struct Args {
   u64 target;            // i32 [R x max_tokens]: by received record, its row in the owner's combine payload
   u64 position;          // i32 [R x max_tokens][K]: by received record and pick, the masked row or -1
   u64 pick_weight;       // f32 likewise
+  u64 went;              // normal, u32 [N x max_tokens]: by forwarded record, which GPUs of this node got it
+  i64 capacity;          // rows of the outputs (masked: of an expert)
   i64 channels, chunk;   // this rank's dispatch: its blocks, and tokens of each
   i64 stays;             // combine: this rank's own compact rows are read from y when they are summed
   u64 y, out;
@@ -86,8 +92,9 @@ enum class Report : int { kKind, kOp, kMode, kLane, kEpoch, kPeer, kExpected, kS
 enum class Fault : u64 { kNone, kTimeout, kDisagree, kAbort, kBadId };
 enum class Op : int { kDispatch, kCombine };
 
-// Counters, u64 each. A mode has four rows of R (records and bytes of both operations, by destination) and three scalars.
-constexpr int kStatRows = 4, kStatScalars = 4;   // dispatches, combines, tokens, most tokens of one call
+// Counters, u64 each. A mode has four rows of R (records and bytes of both operations, by destination) and scalars:
+// dispatches, combines, tokens, most tokens of one call; records and bytes forwarded for other ranks, of both operations.
+constexpr int kStatRows = 4, kStatScalars = 8, kStatForwarded = 4;
 EP_HD i64 stat_mode(i64 ranks, i64 mode) { return mode * (kStatRows * ranks + kStatScalars); }
 EP_HD i64 stat_waits(i64 ranks) { return stat_mode(ranks, 4); }          // [R] nanoseconds
 EP_HD i64 stat_experts(i64 ranks) { return stat_waits(ranks) + ranks; }  // [e] rows

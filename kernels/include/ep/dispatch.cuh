@@ -163,7 +163,7 @@ __device__ __forceinline__ void send_picks(const Args& a, const Targets& t, cons
 // By the publishing warp of the first block: what this rank calls, and that its counts are cleared.
 __device__ __forceinline__ void announce(const Args& a, Shared& sh, int lane) {
   Control* control = reinterpret_cast<Control*>(a.control);
-  u64 said = u64(a.signature) | u64(gridDim.x - 1) << kSignatureBits | load_relaxed_sys(&control->proposal) << kProposalBits;
+  u64 said = u64(a.signature) | u64(a.channels - 1) << kSignatureBits | load_relaxed_sys(&control->proposal) << kProposalBits;
   if (lane < a.ranks) store_relaxed_sys(heap_word(a, lane, a.intent, a.rank), signal_word(sh.epoch, said));
   // Receiving warps add to counts; the word that they all await first says that it is cleared.
   for (i64 e = lane; e < a.local_experts; e += 32) reinterpret_cast<int*>(a.counts)[e] = 0;
@@ -469,6 +469,31 @@ __device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage,
     }
   }
   return true;
+}
+
+// Kernels whose warps are all alike.
+struct Warps {
+  int first, step;
+};
+__device__ __forceinline__ Warps all_warps() {
+  int warps = blockDim.x / 32;
+  return {int(blockIdx.x * warps + threadIdx.x / 32), int(gridDim.x * warps)};
+}
+
+__device__ __forceinline__ void start(const Args& a, Shared& sh, Op op) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp == blockDim.x / 32 - 1) {
+    bool stopped = given_up(a, op, 0, lane);
+    if (lane == 0) sh.stopped = stopped;
+    if (lane < blockDim.x / 32) mbarrier_init(&sh.bars[lane]);
+  }
+  if (threadIdx.x == 0) {
+    sh.epoch = read_epoch(a);
+    Record f = record(Payload(a.payload), a.hidden, a.top_k);
+    sh.f = {int(f.scales), int(f.ids), int(f.weights), int(f.source), int(f.bytes),
+            int(payload_bytes(Payload(a.payload), a.hidden)), int(scale_bytes(Payload(a.payload), a.hidden) / 4)};
+  }
+  __syncthreads();
 }
 
 }  // namespace ep

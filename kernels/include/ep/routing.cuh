@@ -35,6 +35,13 @@ __device__ __forceinline__ u32 token_ranks(const Args& a, i64 token) {
   return mask;
 }
 
+// Ranks of a node are consecutive; rank r's rail is the ranks of other nodes in r's place.
+__device__ __forceinline__ int node_of(const Args& a, int rank) { return rank / int(a.gpus); }
+__device__ __forceinline__ int rail_peer(const Args& a, int node) { return node * int(a.gpus) + int(a.rank) % int(a.gpus); }
+__device__ __forceinline__ u32 node_ranks(const Args& a, int node) {
+  return (a.gpus == 32 ? ~0u : (1u << int(a.gpus)) - 1) << node * int(a.gpus);
+}
+
 // 32 tokens from `first` on, transposed: lane r gets a bit for each of them that goes to rank r.
 __device__ __forceinline__ u32 block_of_tokens(const Args& a, int first, int last, int lane) {
   u32 mask = first + lane < last ? token_ranks(a, first + lane) : 0, mine = 0;

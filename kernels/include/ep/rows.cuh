@@ -51,6 +51,24 @@ __device__ __forceinline__ void sum_rows(Stage& stage, u64 to, Range run, u32 se
   }
 }
 
+// One warp's run of what this rank answers to a received record: its compact row, or the weighted sum of its masked rows.
+__device__ __forceinline__ void send_back(const Args& a, Stage& stage, u64 to, i64 record, int part, int lane) {
+  const i64 row_bytes = 2 * a.hidden;
+  Range run = share(int(row_bytes), part, int(a.send_parts));
+  if (not a.masked) {
+    stage.load(a.y + record * row_bytes + run.first, run.last - run.first, lane);
+    stage.await();
+    if (lane == 0) bulk_store(to + run.first, stage.at, run.last - run.first);
+    bulk_commit();
+    bulk_await_stored();
+    return;
+  }
+  i64 pick = record * a.top_k + lane;
+  int row = lane < a.top_k ? reinterpret_cast<const int*>(a.position)[pick] : -1;
+  float weight = lane < a.top_k ? reinterpret_cast<const float*>(a.pick_weight)[pick] : 0.f;
+  sum_rows(stage, to, run, __ballot_sync(kFullWarp, row >= 0), a.y + row * row_bytes, weight, lane);
+}
+
 // All threads of the grid; bf16 and e4m3 alike read all ones as NaN.
 __device__ __noinline__ void fill_nan(u64 to, i64 bytes) {
   Vec nan{{~0u, ~0u, ~0u, ~0u}};

@@ -1,0 +1,129 @@
+// Streams through bounded rings, for normal: one writer and one reader a ring and channel, a tail word at the reader, a head
+// word at the writer. A warp serves several streams, one a lane, in turns: it never blocks on one while another can go on.
+#pragma once
+#include "ep/dispatch.cuh"
+
+namespace ep {
+
+constexpr int kUnsaid = 4;   // records of a stream that its reader need not know of yet, nor its writer that they are taken
+
+// One end of a ring's channel. What this end has done, and how far it may go: as far as the other end's word says, and a
+// writer by the slots of the channel further.
+struct End {
+  u64 slots = 0;               // this channel's, in the reader's heap
+  const u64* other = nullptr;  // the other end's word
+  u64* word = nullptr;         // this end's word, in the other's heap
+  int slack = 0;               // slots if this end writes
+  int done = 0, said = 0, limit = 0;
+
+  __device__ __forceinline__ bool open() const { return done < limit; }
+  __device__ __forceinline__ void look(u64 epoch) {
+    if (other == nullptr) return;
+    u64 seen = load_acquire_sys(other);
+    if (signal_epoch(seen) == epoch) limit = slack + int(signal_count(seen));
+  }
+  __device__ __forceinline__ void say(u64 epoch) {   // behind a fence
+    if (said == done) return;
+    store_relaxed_sys(word, signal_word(epoch, done));
+    said = done;
+  }
+  __device__ __forceinline__ u64 slot(const Args& a, int bytes) const { return slots + u32(done) % u32(a.ring_share) * bytes; }
+};
+
+__device__ __forceinline__ u64* ring_word(const Args& a, int rank, i64 array, int ring, int channel) {
+  return heap_word(a, rank, array, ring * kRingChannels + channel);
+}
+__device__ __forceinline__ End writes(const Args& a, u64 slots, int reader, i64 tail, int tail_ring, i64 head, int head_ring, int channel) {
+  const int share = int(a.ring_share);
+  return {slots, ring_word(a, int(a.rank), head, head_ring, channel), ring_word(a, reader, tail, tail_ring, channel), share, 0, 0, share};
+}
+__device__ __forceinline__ End reads(const Args& a, u64 slots, int writer, i64 tail, int tail_ring, i64 head, int head_ring, int channel) {
+  return {slots, ring_word(a, int(a.rank), tail, tail_ring, channel), ring_word(a, writer, head, head_ring, channel)};
+}
+// The channel's slots of a ring at `rank`: of records, or of partial sums.
+__device__ __forceinline__ u64 record_slots(const Args& a, int rank, int ring, int channel, int bytes) {
+  return a.heap[rank] + a.slots + ring * a.slot_segment + channel * a.ring_share * bytes;
+}
+__device__ __forceinline__ u64 sum_slots(const Args& a, int rank, int ring, int channel, int bytes) {
+  return a.heap[rank] + a.area + ring * a.area_segment + channel * a.ring_share * bytes;
+}
+
+__device__ __forceinline__ int own_node(const Args& a) { return node_of(a, int(a.rank)); }
+__device__ __forceinline__ int nodes(const Args& a) { return int(a.ranks / a.gpus); }
+
+// The streams of this rank's own tokens, one a lane: to each GPU of its node, then to its relay in each other node.
+struct Route {
+  int peer = -1, node = -1;
+  u32 ranks = 0;   // whose tokens it carries
+};
+__device__ __forceinline__ Route route(const Args& a, int lane) {
+  const int own = own_node(a), gpus = int(a.gpus);
+  if (lane < gpus) return {own * gpus + lane, own, 1u << (own * gpus + lane)};
+  int node = lane - gpus;
+  node += node >= own;
+  if (node >= nodes(a)) return {};
+  return {rail_peer(a, node), node, node_ranks(a, node)};
+}
+// 32 tokens from `first` on, transposed: lane j gets a bit for each that stream j carries.
+__device__ __forceinline__ u32 block_of_streams(const Args& a, u32 ranks, int first, int last, int lane) {
+  u32 mask = first + lane < last ? token_ranks(a, first + lane) : 0, mine = 0;
+  const int streams = int(a.gpus) + nodes(a) - 1;
+  for (int j = 0; j < streams; ++j) {
+    u32 tokens = __ballot_sync(kFullWarp, (mask & __shfl_sync(kFullWarp, ranks, j)) != 0);
+    if (lane == j) mine = tokens;
+  }
+  return mine;
+}
+
+// Who a lane's stream waits for: one more than its word says.
+struct Blocked {
+  int peer;
+  u64 expected, seen;
+};
+__device__ __forceinline__ Blocked blocked(const u64* word, int peer, u64 epoch) {
+  u64 seen = load_acquire_sys(word);
+  return {peer, signal_word(epoch, signal_epoch(seen) == epoch ? signal_count(seen) + 1 : 1), seen};
+}
+
+// Serves the streams of a warp until all have ended. By lane: `ended` and `able` (to go on now; met by the whole warp) and
+// `unsaid` records; `step(j)` by the whole warp for lane j's stream; `look` reads and `say` writes words.
+template <typename Streams>
+__device__ __forceinline__ bool serve(const Args& a, Op op, u64 epoch, Streams& s, int lane) {
+  int next = 0, idle = 0;
+  u64 since = 0;
+  for (;;) {
+    u32 able = __ballot_sync(kFullWarp, s.able());
+    // Before it waits for others, it tells others all they may be waiting for.
+    if (able == 0 or __any_sync(kFullWarp, s.unsaid() >= kUnsaid)) {
+      if (__any_sync(kFullWarp, s.unsaid() != 0)) {
+        __syncwarp();
+        fence_release();
+        s.say();
+      }
+    }
+    if (able != 0) {
+      u32 later = able & ~below(next);
+      int j = __ffs(later != 0 ? later : able) - 1;
+      next = j + 1 & 31;
+      idle = 0;
+      s.step(j);
+      continue;
+    }
+    if (__all_sync(kFullWarp, s.ended())) return true;
+    s.look();
+    __syncwarp();   // what one lane acquired, all lanes read
+    if (++idle % 64 != 0) continue;
+    if (idle == 64) since = nanoseconds();
+    if (given_up(a, op, epoch, lane)) return false;
+    if (nanoseconds() - since <= u64(a.timeout_ns)) continue;
+    u32 waiting = __ballot_sync(kFullWarp, not s.ended());
+    if (lane == __ffs(waiting) - 1) {
+      Blocked b = s.blocked();
+      report(a, Fault::kTimeout, op, epoch, b.peer, b.expected, b.seen);
+    }
+    __syncwarp();
+    return false;
+  }
+}
+
+}  // namespace ep
