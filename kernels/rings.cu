@@ -51,7 +51,7 @@ __device__ __forceinline__ void count_channel(const Args& a, u64 epoch, int chan
   if (lane < a.ranks)
     store_relaxed_sys(heap_word(a, lane, a.stream_count, plan_row(a.rank, channel)), signal_word(epoch, records));
   if (lane < nodes(a) and lane != own)
-    store_relaxed_sys(ring_word(a, rail_peer(a, lane), a.rail_count, own, channel), signal_word(epoch, relayed));
+    store_relaxed_sys(heap_word(a, rail_peer(a, lane), a.rail_count, own * kRingChannels + channel), signal_word(epoch, relayed));
 }
 
 // A token of this rank becomes a record in a slot.
@@ -59,7 +59,7 @@ __device__ __forceinline__ void send_record(const Args& a, const Offsets& f, Sta
   Targets t{slot, 1};   // the same in all lanes
   const u64 row = input_row(a, f, token);
   if (a.cast) {
-    send_cast(a, t, f, reinterpret_cast<const unsigned char*>(row), reinterpret_cast<u32*>(stage.at), {0, 2 * f.row}, lane);
+    send_cast<1>(a, t, f, reinterpret_cast<const unsigned char*>(row), reinterpret_cast<u32*>(stage.at), {0, 2 * f.row}, lane);
   } else {
     stage.load(row, f.row, lane);
     stage.await();
@@ -75,34 +75,32 @@ struct Sending {
   const Args& a;
   const Offsets& f;
   Stage& stage;
-  const u64 epoch;
+  const u64& epoch;
   const Range tokens;
-  const int lane;
+  const int channel, lane;
   Route to;
-  End ring;
+  End ring = kNoRing;
   int first;      // of 32 tokens
   u32 left = 0;   // those of them still to be sent
 
   __device__ __forceinline__ Sending(const Args& a, const Shared& sh, Stage& stage, int channel, int member, int lane)
-      : a(a), f(sh.f), stage(stage), epoch(sh.epoch), tokens(channel_tokens(a, channel)), lane(lane), first(tokens.first - 32) {
+      : a(a), f(sh.f), stage(stage), epoch(sh.epoch), tokens(channel_tokens(a, channel)), channel(channel), lane(lane), first(tokens.first - 32) {
     if (lane % int(a.senders) == member) to = route(a, lane);
     if (to.peer < 0) {
       first = tokens.last;
       return;
     }
-    const bool rail = lane >= a.gpus;
-    const int own = own_node(a), rank = int(a.rank), at = rail ? int(a.ranks) + own : rank;
-    ring = rail ? writes(a, record_slots(a, to.peer, at, channel, f.bytes), to.peer, a.rail_ring_tail, own, a.rail_ring_head,
-                         to.node, channel)
-                : writes(a, record_slots(a, to.peer, at, channel, f.bytes), to.peer, a.ring_tail, rank, a.ring_head, to.peer,
-                         channel);
+    const int own = own_node(a), rank = int(a.rank);
+    ring = lane < a.gpus
+               ? writes(a, to.peer, rank, {a.ring_tail, rank}, {a.ring_head, to.peer}, channel)
+               : writes(a, to.peer, int(a.ranks) + own, {a.rail_ring_tail, own}, {a.rail_ring_head, to.node}, channel);
   }
   __device__ __forceinline__ bool ended() const { return left == 0 and first + 32 >= tokens.last; }
   __device__ __forceinline__ bool able() const { return not ended() and (left == 0 or ring.open()); }
-  __device__ __forceinline__ int unsaid() const { return ring.done - ring.said; }
-  __device__ __forceinline__ void look() { ring.look(epoch); }
-  __device__ __forceinline__ void say() { ring.say(epoch); }
-  __device__ __forceinline__ Blocked blocked() const { return ep::blocked(ring.other, to.peer, epoch); }
+  __device__ __forceinline__ int unsaid() const { return ring.unsaid(); }
+  __device__ __forceinline__ void look() { ring.look(a, epoch); }
+  __device__ __forceinline__ void say() { ring.say(a, epoch); }
+  __device__ __forceinline__ Blocked blocked() const { return ep::blocked(ring.seen(a), to.peer, epoch); }
   __device__ __forceinline__ void step(int j) {
     int from = __shfl_sync(kFullWarp, first, j);
     u32 bits = __shfl_sync(kFullWarp, left, j), ranks = __shfl_sync(kFullWarp, to.ranks, j);
@@ -112,7 +110,7 @@ struct Sending {
       if (lane == j) first = from, left = bits;
       return;
     }
-    send_record(a, f, stage, epoch, __shfl_sync(kFullWarp, ring.slot(a, f.bytes), j), from + __ffs(bits) - 1, lane);
+    send_record(a, f, stage, epoch, __shfl_sync(kFullWarp, record_slot(a, ring, channel, f.bytes), j), from + __ffs(bits) - 1, lane);
     if (lane == j) left &= left - 1, ++ring.done;
   }
   __device__ __forceinline__ void count() const { add_written(a, Op::kDispatch, to.peer, ring.done, f.bytes, false); }
@@ -124,9 +122,9 @@ struct Forwarding {
   const Args& a;
   const Offsets& f;
   Stage& stage;
-  const u64 epoch;
+  const u64& epoch;
   const int channel, lane;
-  End in, out;
+  End in = kNoRing, out = kNoRing;
   int all = 0;
   u32 to = 0;     // lanes that write the next record, once they are known
   u32 full = 0;   // lanes without room
@@ -136,13 +134,11 @@ struct Forwarding {
     const int own = own_node(a), node = node_of(a, lane), workers = int(a.receive_from - a.senders);
     if (lane < nodes(a) and lane != own and lane % workers == member) {
       all = *rail_plan(a, lane, channel);
-      in = reads(a, record_slots(a, int(a.rank), int(a.ranks) + lane, channel, f.bytes), rail_peer(a, lane), a.rail_ring_tail, lane,
-                 a.rail_ring_head, own, channel);
+      in = reads(a, rail_peer(a, lane), int(a.ranks) + lane, {a.rail_ring_tail, lane}, {a.rail_ring_head, own}, channel);
     }
     if (node < nodes(a) and node != own and node % workers == member) {
       const int source = rail_peer(a, node);
-      out = writes(a, record_slots(a, gpu(lane), source, channel, f.bytes), gpu(lane), a.ring_tail, source, a.ring_head, lane,
-                   channel);
+      out = writes(a, gpu(lane), source, {a.ring_tail, source}, {a.ring_head, lane}, channel);
     }
   }
   __device__ __forceinline__ int gpu(int at) const { return own_node(a) * int(a.gpus) + at % int(a.gpus); }
@@ -151,23 +147,23 @@ struct Forwarding {
     full = __ballot_sync(kFullWarp, not out.open());
     return not ended() and in.open() and (to & full) == 0;
   }
-  __device__ __forceinline__ int unsaid() const { return max(in.done - in.said, out.done - out.said); }
+  __device__ __forceinline__ int unsaid() const { return max(in.unsaid(), out.unsaid()); }
   __device__ __forceinline__ void look() {
-    in.look(epoch);
-    out.look(epoch);
+    in.look(a, epoch);
+    out.look(a, epoch);
   }
   __device__ __forceinline__ void say() {
-    in.say(epoch);
-    out.say(epoch);
+    in.say(a, epoch);
+    out.say(a, epoch);
   }
   __device__ __forceinline__ Blocked blocked() const {
-    if (not in.open()) return ep::blocked(in.other, rail_peer(a, lane), epoch);
+    if (not in.open()) return ep::blocked(in.seen(a), rail_peer(a, lane), epoch);
     const int at = __ffs(to & full) - 1;
     return ep::blocked(own_word(a, a.ring_head, at * kRingChannels + channel), gpu(at), epoch);
   }
   __device__ __forceinline__ void step(int node) {
     u32 set = __shfl_sync(kFullWarp, to, node);
-    const u64 from = __shfl_sync(kFullWarp, in.slot(a, f.bytes), node);
+    const u64 from = __shfl_sync(kFullWarp, record_slot(a, in, channel, f.bytes), node);
     if (set == 0) {   // where does it go
       int id = lane < a.top_k ? reinterpret_cast<const volatile int*>(from + f.ids)[lane] : -1;
       u32 ranks = __reduce_or_sync(kFullWarp, id >= 0 ? 1u << owner(a, id) : 0) & node_ranks(a, own_node(a));
@@ -179,7 +175,7 @@ struct Forwarding {
     }
     stage.load(from, f.bytes, lane);
     stage.await();
-    if (set >> lane & 1) bulk_store(out.slot(a, f.bytes), stage.at, f.bytes), ++out.done;
+    if (set >> lane & 1) bulk_store(record_slot(a, out, channel, f.bytes), stage.at, f.bytes), ++out.done;
     bulk_commit();
     bulk_await_stored();
     if (lane == node) to = 0, ++in.done;
@@ -192,28 +188,28 @@ struct Receiving {
   const Args& a;
   const Offsets& f;
   Stage& stage;
-  const u64 epoch;
-  const int lane;
-  End ring;
+  const u64& epoch;
+  const int channel, lane;
+  End ring = kNoRing;
   int row = 0, all = 0;
 
   __device__ __forceinline__ Receiving(const Args& a, const Shared& sh, Stage& stage, int channel, int member, int lane)
-      : a(a), f(sh.f), stage(stage), epoch(sh.epoch), lane(lane) {
+      : a(a), f(sh.f), stage(stage), epoch(sh.epoch), channel(channel), lane(lane) {
     if (lane >= a.ranks or lane % int(a.receivers) != member) return;
     const int* plan = reinterpret_cast<const int*>(a.plan) + plan_row(lane, channel);
     row = plan[0];
     all = plan[1] - row;
-    ring = reads(a, record_slots(a, int(a.rank), lane, channel, f.bytes), relay_here(a, lane), a.ring_tail, lane, a.ring_head,
-                 node_of(a, lane) * int(a.gpus) + int(a.rank) % int(a.gpus), channel);
+    const int head = node_of(a, lane) * int(a.gpus) + int(a.rank) % int(a.gpus);
+    ring = reads(a, relay_here(a, lane), lane, {a.ring_tail, lane}, {a.ring_head, head}, channel);
   }
   __device__ __forceinline__ bool ended() const { return ring.done == all; }
   __device__ __forceinline__ bool able() const { return not ended() and ring.open(); }
-  __device__ __forceinline__ int unsaid() const { return ring.done - ring.said; }
-  __device__ __forceinline__ void look() { ring.look(epoch); }
-  __device__ __forceinline__ void say() { ring.say(epoch); }
-  __device__ __forceinline__ Blocked blocked() const { return ep::blocked(ring.other, relay_here(a, lane), epoch); }
+  __device__ __forceinline__ int unsaid() const { return ring.unsaid(); }
+  __device__ __forceinline__ void look() { ring.look(a, epoch); }
+  __device__ __forceinline__ void say() { ring.say(a, epoch); }
+  __device__ __forceinline__ Blocked blocked() const { return ep::blocked(ring.seen(a), relay_here(a, lane), epoch); }
   __device__ __forceinline__ void step(int source) {
-    stage.load(__shfl_sync(kFullWarp, ring.slot(a, f.bytes), source), f.bytes, lane);
+    stage.load(__shfl_sync(kFullWarp, record_slot(a, ring, channel, f.bytes), source), f.bytes, lane);
     stage.await();
     place(a, f, stage, __shfl_sync(kFullWarp, row + ring.done, source), lane);
     bulk_commit();
@@ -227,60 +223,58 @@ struct Receiving {
 struct Returning {
   const Args& a;
   Stage& stage;
-  const u64 epoch;
-  const int bytes, lane;
-  End ring;
+  const u64& epoch;
+  const int channel, lane;
+  End ring = kNoRing;
   int row = 0, all = 0;
 
   __device__ __forceinline__ Returning(const Args& a, const Shared& sh, Stage& stage, int channel, int member, int lane)
-      : a(a), stage(stage), epoch(sh.epoch), bytes(int(combine_record_bytes(Payload(a.payload), a.hidden))), lane(lane) {
+      : a(a), stage(stage), epoch(sh.epoch), channel(channel), lane(lane) {
     if (lane >= a.ranks or lane % int(a.senders) != member) return;
     const int* plan = reinterpret_cast<const int*>(a.plan) + plan_row(lane, channel);
     row = plan[0];
     all = plan[1] - row;
     const int relay = relay_here(a, lane), at = node_of(a, lane) * int(a.gpus) + int(a.rank) % int(a.gpus);
-    ring = writes(a, sum_slots(a, relay, at, channel, bytes), relay, a.back_tail, at, a.back_head, lane, channel);
+    ring = writes(a, relay, at, {a.back_tail, at}, {a.back_head, lane}, channel);
   }
   __device__ __forceinline__ bool ended() const { return ring.done == all; }
   __device__ __forceinline__ bool able() const { return not ended() and ring.open(); }
-  __device__ __forceinline__ int unsaid() const { return ring.done - ring.said; }
-  __device__ __forceinline__ void look() { ring.look(epoch); }
-  __device__ __forceinline__ void say() { ring.say(epoch); }
-  __device__ __forceinline__ Blocked blocked() const { return ep::blocked(ring.other, relay_here(a, lane), epoch); }
+  __device__ __forceinline__ int unsaid() const { return ring.unsaid(); }
+  __device__ __forceinline__ void look() { ring.look(a, epoch); }
+  __device__ __forceinline__ void say() { ring.say(a, epoch); }
+  __device__ __forceinline__ Blocked blocked() const { return ep::blocked(ring.seen(a), relay_here(a, lane), epoch); }
   __device__ __forceinline__ void step(int source) {
-    const u64 slot = __shfl_sync(kFullWarp, ring.slot(a, bytes), source);
+    const u64 slot = __shfl_sync(kFullWarp, sum_slot(a, ring, channel), source);
     const int record = __shfl_sync(kFullWarp, row + ring.done, source);
     for (int part = 0; part < a.send_parts; ++part) send_back(a, stage, slot, record, part, lane);
     if (lane == source) ++ring.done;
   }
-  __device__ __forceinline__ void count() const { add_written(a, Op::kCombine, relay_here(a, lane), ring.done, bytes, false); }
+  __device__ __forceinline__ void count() const { add_written(a, Op::kCombine, relay_here(a, lane), ring.done, sum_bytes(a), false); }
 };
 
 // Sums of this node's GPUs for this rank's rail peers. Lane n writes node n's; lane n * G + g reads those of GPU g.
 struct Merging {
   const Args& a;
   Stage& stage;
-  const u64 epoch;
-  const int bytes, channel, lane;
-  End in, out;
+  const u64& epoch;
+  const int channel, lane;
+  End in = kNoRing, out = kNoRing;
   int all = 0;
   u32 from = 0;    // lanes that read for the next sum
   u32 empty = 0;   // lanes with nothing to read
 
   __device__ __forceinline__ Merging(const Args& a, const Shared& sh, Stage& stage, int channel, int member, int lane)
-      : a(a), stage(stage), epoch(sh.epoch), bytes(int(combine_record_bytes(Payload(a.payload), a.hidden))), channel(channel),
+      : a(a), stage(stage), epoch(sh.epoch), channel(channel),
         lane(lane) {
     const int own = own_node(a), node = node_of(a, lane), workers = int(a.receive_from - a.senders);
     if (lane < nodes(a) and lane != own and lane % workers == member) {
       const int source = rail_peer(a, lane);
       all = *rail_plan(a, lane, channel);
-      out = writes(a, sum_slots(a, source, int(a.ranks) + own, channel, bytes), source, a.rail_back_tail, own, a.rail_back_head, lane,
-                   channel);
+      out = writes(a, source, int(a.ranks) + own, {a.rail_back_tail, own}, {a.rail_back_head, lane}, channel);
       next();
     }
     if (node < nodes(a) and node != own and node % workers == member)
-      in = reads(a, sum_slots(a, int(a.rank), lane, channel, bytes), gpu(lane), a.back_tail, lane, a.back_head, rail_peer(a, node),
-                 channel);
+      in = reads(a, gpu(lane), lane, {a.back_tail, lane}, {a.back_head, rail_peer(a, node)}, channel);
   }
   __device__ __forceinline__ int gpu(int at) const { return own_node(a) * int(a.gpus) + at % int(a.gpus); }
   __device__ __forceinline__ void next() { from = ended() ? 0 : went(a, lane, channel)[out.done] << lane * int(a.gpus); }
@@ -289,29 +283,29 @@ struct Merging {
     empty = __ballot_sync(kFullWarp, not in.open());
     return not ended() and out.open() and (from & empty) == 0;
   }
-  __device__ __forceinline__ int unsaid() const { return max(in.done - in.said, out.done - out.said); }
+  __device__ __forceinline__ int unsaid() const { return max(in.unsaid(), out.unsaid()); }
   __device__ __forceinline__ void look() {
-    in.look(epoch);
-    out.look(epoch);
+    in.look(a, epoch);
+    out.look(a, epoch);
   }
   __device__ __forceinline__ void say() {
-    in.say(epoch);
-    out.say(epoch);
+    in.say(a, epoch);
+    out.say(a, epoch);
   }
   __device__ __forceinline__ Blocked blocked() const {
-    if (not out.open()) return ep::blocked(out.other, rail_peer(a, lane), epoch);
+    if (not out.open()) return ep::blocked(out.seen(a), rail_peer(a, lane), epoch);
     const int at = __ffs(from & empty) - 1;
     return ep::blocked(own_word(a, a.back_tail, at * kRingChannels + channel), gpu(at), epoch);
   }
   __device__ __forceinline__ void step(int node) {
     const u32 set = __shfl_sync(kFullWarp, from, node);
-    const u64 to = __shfl_sync(kFullWarp, out.slot(a, bytes), node), row = in.slot(a, bytes);
+    const u64 to = __shfl_sync(kFullWarp, sum_slot(a, out, channel), node), row = sum_slot(a, in, channel);
     for (int part = 0; part < a.receive_parts; ++part)
       sum_rows(stage, to, share(int(2 * a.hidden), part, int(a.receive_parts)), set, row, 1.f, lane);
     if (set >> lane & 1) ++in.done;
     if (lane == node) ++out.done, next();
   }
-  __device__ __forceinline__ void count() const { add_written(a, Op::kCombine, rail_peer(a, lane), out.done, bytes, true); }
+  __device__ __forceinline__ void count() const { add_written(a, Op::kCombine, rail_peer(a, lane), out.done, sum_bytes(a), true); }
 };
 
 template <typename Streams>
@@ -324,12 +318,9 @@ __device__ __forceinline__ bool serve_channel(const Args& a, Op op, const Shared
 
 // Where the sums of this rank's tokens come in, by stream.
 __device__ __forceinline__ End sums_of(const Args& a, const Route& r, int channel, int lane) {
-  const int bytes = int(combine_record_bytes(Payload(a.payload), a.hidden)), own = own_node(a);
-  if (r.peer < 0) return {};
-  if (lane < a.gpus)
-    return reads(a, sum_slots(a, int(a.rank), r.peer, channel, bytes), r.peer, a.back_tail, r.peer, a.back_head, int(a.rank), channel);
-  return reads(a, sum_slots(a, int(a.rank), int(a.ranks) + r.node, channel, bytes), r.peer, a.rail_back_tail, r.node,
-               a.rail_back_head, own, channel);
+  if (r.peer < 0) return kNoRing;
+  if (lane < a.gpus) return reads(a, r.peer, r.peer, {a.back_tail, r.peer}, {a.back_head, int(a.rank)}, channel);
+  return reads(a, r.peer, int(a.ranks) + r.node, {a.rail_back_tail, r.node}, {a.rail_back_head, own_node(a)}, channel);
 }
 
 // The sums of a channel's tokens, in order; each of the warps has its parts of every row. Rows of this node's GPUs and those
@@ -337,7 +328,7 @@ __device__ __forceinline__ End sums_of(const Args& a, const Route& r, int channe
 __device__ __forceinline__ bool sum_channel(const Args& a, Shared& sh, Stage& stage, int channel, int member, u32& done, int lane) {
   const Route r = route(a, lane);
   const Range mine = channel_tokens(a, channel);
-  const int bytes = int(combine_record_bytes(Payload(a.payload), a.hidden)), parts = int(a.receive_parts);
+  const int parts = int(a.receive_parts);
   End ring = sums_of(a, r, channel, lane);
   for (int first = mine.first; first < mine.last; first += 32) {
     const u32 to = block_of_streams(a, r.ranks, first, mine.last, lane);
@@ -346,9 +337,9 @@ __device__ __forceinline__ bool sum_channel(const Args& a, Shared& sh, Stage& st
       bool ok = true;
       if (expected and not ring.open()) {
         u64 start = ring.limit == 0 and blockIdx.x == 0 and member == 0 ? nanoseconds() : 0;
-        u64 word = load_acquire_sys(ring.other);
+        u64 word = load_acquire_sys(ring.seen(a));
         if (not reached(word, sh.epoch, ring.done + 1))
-          word = wait_slow(a, Op::kCombine, r.peer, ring.other, sh.epoch, ring.done + 1);
+          word = wait_slow(a, Op::kCombine, r.peer, ring.seen(a), sh.epoch, ring.done + 1);
         if (start != 0) add_stat(a, stat_waits(a.ranks) + r.peer, nanoseconds() - start);
         ok = word != 0;
         ring.limit = int(signal_count(word));
@@ -357,7 +348,7 @@ __device__ __forceinline__ bool sum_channel(const Args& a, Shared& sh, Stage& st
       __syncwarp();
       const u32 set = __ballot_sync(kFullWarp, expected);
       for (int part = member; part < parts; part += int(a.receivers))
-        sum_rows(stage, a.out + i64(first + i) * 2 * a.hidden, share(int(2 * a.hidden), part, parts), set, ring.slot(a, bytes), 1.f,
+        sum_rows(stage, a.out + i64(first + i) * 2 * a.hidden, share(int(2 * a.hidden), part, parts), set, sum_slot(a, ring, channel), 1.f,
                  lane);
       ring.done += expected;
       sh.progress.finish(member, ++done, lane);
@@ -385,7 +376,7 @@ __device__ __forceinline__ void give_credit(const Args& a, Shared& sh, int chann
     ring.done = base + __popc(to & below(complete - block));
     __syncwarp();
     fence_release();
-    if (r.peer >= 0) ring.say(sh.epoch);
+    if (r.peer >= 0) ring.say(a, sh.epoch);
     given = complete;
   }
 }

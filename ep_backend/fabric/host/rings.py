@@ -202,10 +202,7 @@ def _exchange_counts(f: HostFabric, call: Call, state: _State) -> None:
         call,
         "dispatch",
         *(f.await_word(call, w.count, r, r, counts[r]) for r in range(s.ranks)),
-        *(
-            f.await_word(call, w.rail_count, n * layout.RING_CHANNELS, f.relay(n, f.rank), rails[n])
-            for n in range(s.nodes)
-        ),
+        *(f.await_word(call, w.rail_count, n * layout.RING_CHANNELS, f.relay(n, f.rank), rails[n]) for n in range(s.nodes)),
     )
     state.counts = [c[0] for c in counts]
     state.rail_counts = [c[0] for c in rails]

@@ -151,7 +151,7 @@ class NvshmemFabric:
             back_head=at + words.back_head,
             rail_back_tail=at + words.rail_back_tail,
             rail_back_head=at + words.rail_back_head,
-            ring_share=s.ring_slots // rings.channels(s),
+            ring_share=min(s.ring_slots // rings.channels(s), rings.MOST_SHARE),
             payload=payload,
             signature=REPEATS * repeats | mode.code << 3 | list(Layout).index(form) << 2 | payload,
             agreed=host + 8 * 16,

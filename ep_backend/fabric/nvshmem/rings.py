@@ -9,6 +9,7 @@ from ep_backend.layout import Shape
 from ep_backend.modes import Layout, Mode
 
 _CHANNEL_SLOTS = 4  # of a ring, below which another channel would only wait more often
+MOST_SHARE = (1 << 16) - 1  # slots that a channel uses of a ring, in 16 bits of ring.cuh's End
 _SUM_BYTES = 16384  # of a warp's stage in combine; holds 512 bytes of 32 rows
 
 

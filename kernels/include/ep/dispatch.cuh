@@ -60,10 +60,11 @@ __device__ __forceinline__ u32 largest(u32 a, u32 b) {   // of two bf16 each, by
 }
 
 // 16 channels a lane and step, so that 8 lanes share a scale: scale = max(|x|, 1e-4) / 448, rounded up to a power of two
-// for UE8M0. The scales gather in shared memory and leave together. Two steps hide each other's latency.
+// for UE8M0. The scales gather in shared memory and leave together. Two steps hide each other's latency, one takes fewer
+// registers.
+template <int kSteps = 2>
 __device__ __forceinline__ void send_cast(const Args& a, const Targets& t, const Offsets& f, const unsigned char* input,
                                           u32* words, Range run, int lane) {
-  constexpr int kSteps = 2;
   bool ue8m0 = a.payload == i64(Payload::kFp8Ue8m0);
   int bytes = run.last - run.first;
   for (int first = lane * 32; first - lane * 32 < bytes; first += 1024 * kSteps) {

@@ -8,44 +8,63 @@ namespace ep {
 constexpr int kUnsaid = 4;   // records of a stream that its reader need not know of yet, nor its writer that they are taken
 
 // One end of a ring's channel. What this end has done, and how far it may go: as far as the other end's word says, and a
-// writer by the slots of the channel further.
+// writer by the slots of the channel further. Packed, for a warp may hold two a lane; words count from rail_count.
 struct End {
-  u64 slots = 0;               // this channel's, in the reader's heap
-  const u64* other = nullptr;  // the other end's word
-  u64* word = nullptr;         // this end's word, in the other's heap
-  int slack = 0;               // slots if this end writes
-  int done = 0, said = 0, limit = 0;
+  int peer : 8;       // the other end's rank; -1: there is no ring
+  u32 ring : 8;       // at its reader
+  u32 slack : 16;     // slots if this end writes
+  u32 other : 16;     // the other end's word, here
+  u32 word : 16;      // this end's word, there
+  int done, said, limit;
 
   __device__ __forceinline__ bool open() const { return done < limit; }
-  __device__ __forceinline__ void look(u64 epoch) {
-    if (other == nullptr) return;
-    u64 seen = load_acquire_sys(other);
-    if (signal_epoch(seen) == epoch) limit = slack + int(signal_count(seen));
+  __device__ __forceinline__ int unsaid() const { return done - said; }
+  __device__ __forceinline__ const u64* seen(const Args& a) const { return own_word(a, a.rail_count, other); }
+  __device__ __forceinline__ void look(const Args& a, u64 epoch) {
+    if (peer < 0) return;
+    u64 now = load_acquire_sys(seen(a));
+    if (signal_epoch(now) == epoch) limit = int(slack) + int(signal_count(now));
   }
-  __device__ __forceinline__ void say(u64 epoch) {   // behind a fence
+  __device__ __forceinline__ void say(const Args& a, u64 epoch) {   // behind a fence
     if (said == done) return;
-    store_relaxed_sys(word, signal_word(epoch, done));
+    store_relaxed_sys(heap_word(a, peer, a.rail_count, word), signal_word(epoch, done));
     said = done;
   }
-  __device__ __forceinline__ u64 slot(const Args& a, int bytes) const { return slots + u32(done) % u32(a.ring_share) * bytes; }
+  // Of the next record. `area`: a.slots or a.area, with rings of `segment` bytes.
+  __device__ __forceinline__ u64 slot(const Args& a, i64 area, i64 segment, int channel, int bytes) const {
+    return a.heap[slack != 0 ? peer : int(a.rank)] + area + ring * segment +
+           i64(channel * u32(a.ring_share) + u32(done) % u32(a.ring_share)) * bytes;
+  }
 };
 
-__device__ __forceinline__ u64* ring_word(const Args& a, int rank, i64 array, int ring, int channel) {
-  return heap_word(a, rank, array, ring * kRingChannels + channel);
+__device__ __forceinline__ u32 ring_word(const Args& a, i64 array, int ring, int channel) {
+  return u32((array - a.rail_count) / 8) + u32(ring * kRingChannels + channel);
 }
-__device__ __forceinline__ End writes(const Args& a, u64 slots, int reader, i64 tail, int tail_ring, i64 head, int head_ring, int channel) {
-  const int share = int(a.ring_share);
-  return {slots, ring_word(a, int(a.rank), head, head_ring, channel), ring_word(a, reader, tail, tail_ring, channel), share, 0, 0, share};
+constexpr End kNoRing{-1, 0, 0, 0, 0, 0, 0, 0};
+
+struct Word {   // an array, and the index of a ring in it
+  i64 array;
+  int ring;
+};
+__device__ __forceinline__ End writes(const Args& a, int reader, int ring, Word tail, Word head, int channel) {
+  return {reader,
+          u32(ring),
+          u32(a.ring_share),
+          ring_word(a, head.array, head.ring, channel),
+          ring_word(a, tail.array, tail.ring, channel),
+          0,
+          0,
+          int(a.ring_share)};
 }
-__device__ __forceinline__ End reads(const Args& a, u64 slots, int writer, i64 tail, int tail_ring, i64 head, int head_ring, int channel) {
-  return {slots, ring_word(a, int(a.rank), tail, tail_ring, channel), ring_word(a, writer, head, head_ring, channel)};
+__device__ __forceinline__ End reads(const Args& a, int writer, int ring, Word tail, Word head, int channel) {
+  return {writer, u32(ring), 0, ring_word(a, tail.array, tail.ring, channel), ring_word(a, head.array, head.ring, channel), 0, 0, 0};
 }
-// The channel's slots of a ring at `rank`: of records, or of partial sums.
-__device__ __forceinline__ u64 record_slots(const Args& a, int rank, int ring, int channel, int bytes) {
-  return a.heap[rank] + a.slots + ring * a.slot_segment + channel * a.ring_share * bytes;
+__device__ __forceinline__ u64 record_slot(const Args& a, const End& e, int channel, int bytes) {
+  return e.slot(a, a.slots, a.slot_segment, channel, bytes);
 }
-__device__ __forceinline__ u64 sum_slots(const Args& a, int rank, int ring, int channel, int bytes) {
-  return a.heap[rank] + a.area + ring * a.area_segment + channel * a.ring_share * bytes;
+__device__ __forceinline__ int sum_bytes(const Args& a) { return int(combine_record_bytes(Payload(a.payload), a.hidden)); }
+__device__ __forceinline__ u64 sum_slot(const Args& a, const End& e, int channel) {
+  return e.slot(a, a.area, a.area_segment, channel, sum_bytes(a));
 }
 
 __device__ __forceinline__ int own_node(const Args& a) { return node_of(a, int(a.rank)); }
