@@ -16,6 +16,10 @@ __device__ __forceinline__ u32* went(const Args& a, int node, int channel) {
   int chunk = reinterpret_cast<const int*>(a.plan)[plan_chunk(a.ranks, rail_peer(a, node))];
   return reinterpret_cast<u32*>(a.went) + node * a.max_tokens + i64(chunk) * channel;
 }
+// Of the plan, which is there once counts are.
+__device__ __forceinline__ int all_rows(const Args& a) {
+  return reinterpret_cast<const int*>(a.plan)[plan_row(a.ranks - 1, kChannels)];
+}
 __device__ __forceinline__ int relay_here(const Args& a, int source) {
   return own_node(a) * int(a.gpus) + source % int(a.gpus);
 }
@@ -211,7 +215,12 @@ struct Receiving {
   __device__ __forceinline__ void step(int source) {
     stage.load(__shfl_sync(kFullWarp, record_slot(a, ring, channel, f.bytes), source), f.bytes, lane);
     stage.await();
-    place(a, f, stage, __shfl_sync(kFullWarp, row + ring.done, source), lane);
+    const int record = __shfl_sync(kFullWarp, row + ring.done, source);
+    if (a.ordered) {
+      if (lane == 0) bulk_store(a.kept + i64(record) * f.bytes, stage.at, f.bytes);
+    } else {
+      place(a, f, stage, record, lane);
+    }
     bulk_commit();
     bulk_await_read();
     if (lane == source) ++ring.done;
@@ -428,7 +437,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_count(cons
   __syncthreads();
   if (sh.stopped) return;
   if (repeats) {
-    if (threadIdx.x == 0) tell_host(a, reinterpret_cast<const int*>(a.plan)[plan_row(a.ranks - 1, kChannels)]);
+    if (threadIdx.x == 0) tell_host(a, all_rows(a));
     return;
   }
   int row[kLaneChannels], total = await_counts(a, sh, source, row, lane);
@@ -469,11 +478,53 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_dispatch(c
   if (not __syncthreads_and(ok)) {   // nothing that was not received may look like data
     fill_nan(a.rows, (a.masked ? a.local_experts : 1) * a.capacity * sh.f.row);
   } else if (a.fill) {   // the ids behind the last row say that there is nothing
-    i64 first = i64(reinterpret_cast<const int*>(a.plan)[plan_row(a.ranks - 1, kChannels)]) * a.top_k;
+    i64 first = i64(all_rows(a)) * a.top_k;
     for (i64 i = first + blockIdx.x * blockDim.x + threadIdx.x; i < a.capacity * a.top_k; i += i64(gridDim.x) * blockDim.x) {
       reinterpret_cast<int*>(a.out_ids)[i] = -1;
       reinterpret_cast<float*>(a.out_weights)[i] = 0.f;
     }
+  }
+}
+
+// For callers who want masked rows in the same order from run to run: gives every first pick of an expert its row, a warp an
+// expert; then kept records become rows.
+extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_order(const __grid_constant__ ep::Args a) {
+  using namespace ep;
+  if (failed(a)) return;
+  const int lane = threadIdx.x % 32, top_k = int(a.top_k), all = all_rows(a);
+  const Record f = record(Payload(a.payload), a.hidden, a.top_k);
+  Warps w = all_warps();
+  for (int expert = w.first; expert < a.local_experts; expert += w.step) {
+    const int id = int(a.rank * a.local_experts) + expert;
+    int total = 0;
+    for (int first = 0; first < all; first += 32) {
+      const int* ids = reinterpret_cast<const int*>(a.kept + i64(first + lane) * f.bytes + f.ids);
+      int pick = top_k;
+      for (int k = 0; k < top_k and first + lane < all and pick == top_k; ++k)
+        if (ids[k] == id) pick = k;
+      u32 hits = __ballot_sync(kFullWarp, pick < top_k);
+      if (pick < top_k)
+        reinterpret_cast<int*>(a.position)[i64(first + lane) * top_k + pick] =
+            expert * int(a.capacity) + total + __popc(hits & below(lane));
+      total += __popc(hits);
+    }
+    if (lane == 0) reinterpret_cast<int*>(a.counts)[expert] = total;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_place(const __grid_constant__ ep::Args a) {
+  using namespace ep;
+  __shared__ Shared sh;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  start(a, sh, Op::kDispatch);
+  Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
+  Warps w = all_warps();
+  for (int record = w.first; record < all_rows(a) and not sh.stopped; record += w.step) {
+    stage.load(a.kept + i64(record) * sh.f.bytes, sh.f.bytes, lane);
+    stage.await();
+    place(a, sh.f, stage, record, lane);
+    bulk_commit();
+    bulk_await_read();
   }
 }
 

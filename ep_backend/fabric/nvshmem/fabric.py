@@ -198,7 +198,7 @@ class NvshmemFabric:
         exact = call.layout is Layout.COMPACT and call.host_counts
         rows = earlier.received.num_rows if exact and earlier is not None else None
         waits = exact and rows is None
-        values = self._values(call, (None, None, None, None, counts), 0, waits, (plan.data_ptr(), 0, 0, 0, 0), 0)
+        values = self._values(call, (None, None, None, None, counts), 0, waits, (plan.data_ptr(), 0, 0, 0, 0, 0), 0)
         self._launch("count", call, self._args_of(call), values, send=True, receive=True)
         return _Counted(plan, counts, self._await_rows(call) if waits else rows)
 
@@ -238,10 +238,13 @@ class NvshmemFabric:
         weight = position + 4 * sizes[2]
         plan = records.data_ptr() if counted is None else counted.plan.data_ptr()
         waits = call.host_counts and not masked and counted is None
-        scratch = (plan, target, position, weight, weight + 4 * sizes[2])
+        record = layout.record(call.payload, s.hidden, s.top_k).bytes
+        kept = capacity if counted is not None and self._launches.ordered(call) else 0
+        kept_records = self._empty((kept, record), torch.uint8)
+        scratch = (plan, target, position, weight, weight + 4 * sizes[2], kept_records.data_ptr())
         values = self._values(call, (rows, scales, ids, weights, counts), stride, waits, scratch, capacity)
         received = Received(rows, scales, ids, weights, counts, counted.rows if counted is not None else None)
-        return _State(self._args_of(call), received, values, (records, rows), counted)
+        return _State(self._args_of(call), received, values, (records, rows, kept_records), counted)
 
     def _values(
         self,
@@ -249,7 +252,7 @@ class NvshmemFabric:
         outputs: tuple[torch.Tensor | None, ...],
         stride: int,
         waits: bool,
-        scratch: tuple[int, int, int, int, int],
+        scratch: tuple[int, ...],
         capacity: int,
     ) -> tuple[int, ...]:
         """Those of launch.CALL before the launch's own. ``waits``: the host for the number of rows."""

@@ -20,7 +20,7 @@ STAGE_BYTES = 224 << 10  # shared memory that a block's warps share for bulk cop
 IMAGE_KERNELS = {
     "dispatch": ("dispatch", "send", "await", "order", "place"),
     "combine": ("combine",),
-    "rings": ("ring_count", "ring_dispatch", "ring_combine"),
+    "rings": ("ring_count", "ring_dispatch", "ring_order", "ring_place", "ring_combine"),
     "per_expert": ("expert_send", "expert_await", "expert_place", "expert_return", "expert_sum"),
 }
 IMAGES = Path(__file__).resolve().parents[2] / "images"
@@ -38,7 +38,7 @@ LANE = (
 CALL = (
     *("masked", "cast", "ids64", "ordered", "tokens", "x", "scales_in", "ids", "weights"),
     *("rows", "scales", "out_ids", "out_weights", "counts", "scale_stride", "fill", "host_rows"),
-    *("plan", "target", "position", "pick_weight", "went", "capacity", "channels", "chunk", "stays", "y", "out"),
+    *("plan", "target", "position", "pick_weight", "went", "kept", "capacity", "channels", "chunk", "stays", "y", "out"),
     *("senders", "receive_from", "receivers", "send_stage", "receive_stage", "receive_at"),
     *("send_parts", "receive_parts", "receive_groups", "staged", "advance"),
 )

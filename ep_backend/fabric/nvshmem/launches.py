@@ -135,7 +135,7 @@ class Launches:
         return (rings.count(self._shape, self._blocks(call, self._most_waiting, SMS)),)
 
     def _ring_dispatch(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
-        return (rings.dispatch(self._shape, call, self._blocks(call, self._most_waiting, SMS)),)
+        return rings.dispatch(self._shape, call, self._blocks(call, self._most_waiting, SMS), self.ordered(call))
 
     def _ring_combine(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
         return (rings.combine(self._shape, call, self._blocks(call, self._most_waiting, SMS)),)

@@ -27,12 +27,17 @@ def count(s: Shape, blocks: int) -> Launch:
     return Launch("ring_count", min(blocks, channels(s)), s.ranks, Roles())
 
 
-def dispatch(s: Shape, call: Call, blocks: int) -> Launch:
+def dispatch(s: Shape, call: Call, blocks: int, ordered: bool) -> tuple[Launch, ...]:
     stage = layout.align_up(layout.record(call.payload, s.hidden, s.top_k).bytes, 128)
     most = min(MOST_WARPS, STAGE_BYTES // stage)
     senders, relays, receivers = _share_out(most, s.gpus_per_node + s.nodes - 1, s.nodes - 1, s.ranks)
     roles = Roles(senders, senders + relays, receivers, send_stage=stage)
-    return Launch("ring_dispatch", min(blocks, channels(s)), senders + relays + receivers, _shared(roles, stage))
+    moving = Launch("ring_dispatch", min(blocks, channels(s)), senders + relays + receivers, _shared(roles, stage))
+    if not ordered:
+        return (moving,)
+    warps = min(4, STAGE_BYTES // stage)
+    placing = Launch("ring_place", blocks, warps, Roles(warps, send_stage=stage))
+    return moving, Launch("ring_order", blocks, 4, Roles()), placing
 
 
 def combine(s: Shape, call: Call, blocks: int) -> Launch:

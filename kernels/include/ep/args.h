@@ -53,6 +53,7 @@ struct Args {
   u64 position;          // i32 [R x max_tokens][K]: by received record and pick, the masked row or -1
   u64 pick_weight;       // f32 likewise
   u64 went;              // normal, u32 [N x max_tokens]: by forwarded record, which GPUs of this node got it
+  u64 kept;              // normal, ordered: [capacity] records in order of source and token, not yet given rows
   i64 capacity;          // rows of the outputs (masked: of an expert)
   i64 channels, chunk;   // this rank's dispatch: its blocks, and tokens of each
   i64 stays;             // combine: this rank's own compact rows are read from y when they are summed
