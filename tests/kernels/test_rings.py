@@ -185,16 +185,38 @@ def test_copies_equal_the_analytic_numbers(ranks: Any, kernels: str, size: int, 
             assert s["combine_bytes"][path] == 2 * back[rank][path] * 512, where
 
 
-def capturing(world: World) -> Outcome:
+def budgets(world: World) -> None:
+    options = {"hidden": 128, "payloads": ("bf16",), "lanes": 1, "ring_slots": 16, "gpus_per_node": 2}
+    with world.make(**options, max_tokens={"normal": 60}) as buffer:
+        case = oracle.make_case(0, [60] * world.size, hidden=128)
+        x = case.x[world.rank].bfloat16().to(world.device)
+        ids, weights = (t[world.rank].to(world.device) for t in (case.ids, case.weights))
+        want = None
+        for sms in (None, 1, 2 + world.rank % 2, 1 + world.rank):
+            got = buffer.dispatch(x, ids, weights, mode="normal", sms=sms)
+            out = buffer.combine(got.rows, got.handle)
+            assert want is None or (torch.equal(want[0], got.rows) and torch.equal(want[1], out)), sms
+            want = got.rows, out
+
+
+def test_any_sm_budget_of_any_rank_gives_the_same_bits(ranks: Any, kernels: str) -> None:
+    ranks(4, kernels).run(budgets)
+
+
+def capturing(world: World) -> tuple[Outcome, int]:
     with world.make() as buffer:
-        buffer._fabric._gpu.capturing = lambda: True
+        now, buffer._fabric._gpu.capturing = buffer._fabric._gpu.capturing, lambda: True
         x = torch.zeros(2, 256, dtype=torch.bfloat16, device=world.device)
         ids = torch.zeros(2, 4, dtype=torch.int64, device=world.device)
-        return attempt(lambda: buffer.dispatch(x, ids, torch.zeros(2, 4, device=world.device), mode="normal"))
+        outcome = attempt(lambda: buffer.dispatch(x, ids, torch.zeros(2, 4, device=world.device), mode="normal"))
+        buffer._fabric._gpu.capturing = now
+        Round(world, buffer, oracle.make_case(1, [3]), "normal").run()
+        return outcome, buffer.stats()["epoch"]
 
 
 def test_a_capture_is_refused_and_told_what_to_use(ranks: Any, kernels: str) -> None:
-    (found,) = ranks(1, kernels).run(capturing)
+    ((found, epoch),) = ranks(1, kernels).run(capturing)
+    assert epoch == 1, "the buffer goes on working"
     assert found.error == "ValueError" and "normal" in found.message and "direct" in found.message
 
 

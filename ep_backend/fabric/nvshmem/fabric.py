@@ -107,8 +107,9 @@ class NvshmemFabric:
         if config.ranks > launch.MAX_RANKS:
             raise ValueError(f"{config.ranks} ranks; the peer kernels serve up to {launch.MAX_RANKS} of one NVLink domain")
         widest = max(config.shape.record_bytes, config.shape.combine_bytes)
-        if widest * 3 > STAGE_BYTES:
-            raise ValueError(f"hidden={config.hidden}: three rows must fit {STAGE_BYTES} bytes of shared memory")
+        rows = 3 if Mode.NORMAL in config.max_tokens else 2  # a sender's, a relay's and a receiver's
+        if widest * rows > STAGE_BYTES:
+            raise ValueError(f"hidden={config.hidden}: {rows} rows must fit {STAGE_BYTES} bytes of shared memory")
         if config.rail == "put":
             raise ValueError("rail='put' needs the image of remote puts, which is not there yet; use 'auto'")
 
@@ -189,8 +190,6 @@ class NvshmemFabric:
 
     def _count(self, call: Call) -> _Counted:
         """normal's exchange of counts, so that its compact outputs have their exact size; waits for all ranks to call."""
-        if self._gpu.capturing():
-            raise ValueError("mode normal cannot be captured in a graph, for its host waits for counts; use direct")
         s, earlier = self.shape, call.repeats.state if call.repeats is not None and rings.repeats(call) else None
         plan_words = s.ranks * (layout.CHANNELS + 2) + s.nodes * layout.RING_CHANNELS
         plan = self._empty((plan_words,), torch.int32) if earlier is None else earlier.counted.plan
@@ -324,6 +323,9 @@ class NvshmemFabric:
     def refuse(self, lane: int, epoch: int, reason: str) -> None:
         """Peers are not told: kernels number rounds on the device, so a corrected call takes the same epoch."""
         log.warning("rank %d refused a dispatch in lane %d: %s", self.rank, lane, reason)
+
+    def capturing(self) -> bool:
+        return self._gpu.capturing()
 
     def executed(self) -> tuple[Mode | None, int]:
         _, _, mode, epoch = self._control.tolist()

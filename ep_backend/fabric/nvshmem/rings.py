@@ -56,7 +56,10 @@ def combine(s: Shape, call: Call, blocks: int) -> Launch:
 def _share_out(most: int, *wanted: int) -> list[int]:
     """Warps for each role, in proportion where there are fewer than wanted, none only where none is wanted."""
     total = sum(wanted)
-    return [min(n, max(1, n * most // total)) for n in wanted]
+    shares = [min(n, max(1, n * most // total)) for n in wanted]
+    while sum(shares) > most:
+        shares[shares.index(max(shares))] -= 1
+    return shares
 
 
 def _shared(roles: Roles, stage: int) -> Roles:
