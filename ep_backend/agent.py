@@ -160,7 +160,8 @@ def rank_status(
     """What a rank executed, JSON-ready; counters are sums over its buffers.
 
     ``facts``: what only the adapter knows: ``sms`` (limit of a kernel), ``fallbacks`` (how often `auto` could not take its
-    first choice, by reason), ``estimates`` (seconds a layer by mode, as planned).
+    first choice, by reason), ``estimates`` (seconds a layer by mode, as planned), ``graphs`` (see
+    :class:`ep_backend.deployment.agents.GraphState`).
     """
     stats = [buffer.stats() for buffer in buffers]
     latest: Stats = max(stats, key=lambda s: int(s["epoch"]), default={})
@@ -178,7 +179,7 @@ def rank_status(
         "wait_s": _sum([s["wait_s"] for s in stats]),
         "buffer_bytes": _sum([s["buffer_bytes"] for s in stats]),
         "flip": state,
-        **{"sms": None, "fallbacks": {}, "estimates": {}},
+        **{"sms": None, "fallbacks": {}, "estimates": {}, "graphs": {}},
         **(facts or {}),
     }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 
@@ -21,6 +23,12 @@ class WaitRecord:
     def __str__(self) -> str:
         fields = ", ".join(f"{k}={v}" for k, v in asdict(self).items() if k != "op")
         return f"{self.op}: {fields}"
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
+    """A question about the nearest known name; ``otherwise`` if none is near."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean `{close[0]}`?" if close else otherwise
 
 
 class EpError(RuntimeError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from ep_backend.errors import did_you_mean
+
 
 class Mode(str, Enum):
     """A dispatch protocol."""
@@ -115,4 +117,5 @@ def parse_mode(name: str) -> Mode:
         return Mode(name)
     except ValueError:
         choices = ", ".join(m.value for m in Mode)
-        raise ValueError(f"mode {name!r} is unknown; choose one of {choices}") from None
+        hint = did_you_mean(name, [m.value for m in Mode], f"choose one of {choices}")
+        raise ValueError(f"mode {name!r} is unknown; {hint}") from None

@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 TUNED = "sm_90a"
 ARCHITECTURES = (TUNED, "sm_100a")
-HOT = ("dispatch", "combine", "per_expert", "rings")
+HOT = ("dispatch", "combine", "per_expert", "hybrid", "rings")
 FLAGS = ("-std=c++17", "-O3", "-Xptxas=-v", "-Werror=all-warnings")
 
 

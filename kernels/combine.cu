@@ -47,22 +47,10 @@ struct Units {
 };
 
 __device__ __forceinline__ void return_row(const Args& a, Stage& stage, int source, i64 record, int part, int lane) {
-  i64 bytes = combine_record_bytes(Payload(a.payload), a.hidden), row_bytes = 2 * a.hidden;
   i64 target = reinterpret_cast<const int*>(a.target)[record];
-  u64 to = a.heap[source] + a.area + target / a.max_tokens * a.area_segment + target % a.max_tokens * bytes;
-  Range run = share(int(row_bytes), part, int(a.send_parts));
-  if (not a.masked) {
-    stage.load(a.y + record * row_bytes + run.first, run.last - run.first, lane);
-    stage.await();
-    if (lane == 0) bulk_store(to + run.first, stage.at, run.last - run.first);
-    bulk_commit();
-    bulk_await_stored();
-    return;
-  }
-  i64 pick = record * a.top_k + lane;
-  int row = lane < a.top_k ? reinterpret_cast<const int*>(a.position)[pick] : -1;
-  float weight = lane < a.top_k ? reinterpret_cast<const float*>(a.pick_weight)[pick] : 0.f;
-  sum_rows(stage, to, run, __ballot_sync(kFullWarp, row >= 0), a.y + row * row_bytes, weight, lane);
+  u64 to = a.heap[source] + a.area + target / a.max_tokens * a.area_segment +
+           target % a.max_tokens * combine_record_bytes(Payload(a.payload), a.hidden);
+  send_back(a, stage, to, record, part, lane);
 }
 
 __device__ __forceinline__ void publish(const Args& a, Shared& sh, int channel, const Returning& r, const Units& u, u32 turns_before,

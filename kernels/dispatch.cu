@@ -6,68 +6,14 @@
 // Rows pass through shared memory by bulk copies, which keeps many bytes in flight with few warps.
 #include "ep/dispatch.cuh"
 
-namespace ep {
-
-// Which phases a kernel has is known when it is compiled: short kernels spend much of their time fetching instructions.
-enum class Phase { kSend, kPlace, kAny };
-
-template <Phase kPhase>
-__device__ __forceinline__ void run(const Args& a) {
-  __shared__ Shared sh;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, planner = blockDim.x / 32 - 1;
-  const bool sends = kPhase == Phase::kSend or (kPhase == Phase::kAny and a.senders != 0);
-  const bool receives = kPhase == Phase::kPlace or (kPhase == Phase::kAny and a.receivers != 0);
-  if (threadIdx.x < 32) sh.progress.done[lane] = 0;
-  if (kPhase == Phase::kPlace) await_previous();   // ep_await
-  if (warp == planner) {
-    bool stopped = given_up(a, Op::kDispatch, 0, lane);
-    if (lane == 0) sh.stopped = stopped;
-    if (lane < blockDim.x / 32) mbarrier_init(&sh.bars[lane]);
-  }
-  if (threadIdx.x == 0) {
-    sh.epoch = load_relaxed_sys(&reinterpret_cast<LaneState*>(a.state)->epoch);
-    Record f = record(Payload(a.payload), a.hidden, a.top_k);
-    sh.f = {int(f.scales), int(f.ids), int(f.weights), int(f.source), int(f.bytes),
-            int(payload_bytes(Payload(a.payload), a.hidden)), int(scale_bytes(Payload(a.payload), a.hidden) / 4)};
-  }
-  __syncthreads();
-  if (not receives) allow_next();
-  if (not sh.stopped) {
-    Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
-    Range mine = channel_tokens(a, blockIdx.x);
-    if (sends) {
-      if (warp < a.senders) fetch(a, sh.f, stage, mine, warp, lane);
-      if (blockIdx.x == 0 and warp == a.senders) announce(a, sh, lane);
-      if (warp <= a.senders) send<kPhase == Phase::kSend>(a, sh, stage, mine, warp, lane);
-    }
-    if (receives) {
-      const int receiver = warp - int(a.receive_from);
-      const bool takes = receiver >= 0 and receiver < a.receivers, plans = kPhase == Phase::kAny and warp == planner;
-      bool ok = not plans or make_plan(a, sh, lane);
-      if (kPhase == Phase::kAny and (takes or plans))
-        ok = barrier_and(kReceiveBarrier, 32 * (int(a.receivers) + (planner - a.receive_from >= a.receivers)), ok);
-      stage.at = stage_memory + a.receive_at + receiver * a.receive_stage;
-      if (takes) ok = ok and receive<kPhase == Phase::kPlace>(a, sh, stage, receiver, lane);
-      if (not ok) sh.stopped = true;
-    }
-    __syncthreads();
-  }
-  if (sh.stopped and receives) {   // nothing that was not received may look like data
-    i64 rows = (a.masked ? a.local_experts : 1) * a.ranks * a.max_tokens;
-    fill_nan(a.rows, rows * sh.f.row);
-  }
-}
-
-}  // namespace ep
-
 extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_dispatch(const __grid_constant__ ep::Args a) {
-  ep::run<ep::Phase::kAny>(a);
+  ep::run<ep::Phase::kAny, false>(a);
 }
 extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_send(const __grid_constant__ ep::Args a) {
-  ep::run<ep::Phase::kSend>(a);
+  ep::run<ep::Phase::kSend, false>(a);
 }
 extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_place(const __grid_constant__ ep::Args a) {
-  ep::run<ep::Phase::kPlace>(a);
+  ep::run<ep::Phase::kPlace, false>(a);
 }
 
 // Returns once everything of the round has arrived: one block that waits for the peers, a warp for each, so that the kernel

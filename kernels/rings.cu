@@ -14,7 +14,7 @@ __device__ __forceinline__ int* rail_plan(const Args& a, int node, int channel) 
 }
 __device__ __forceinline__ u32* went(const Args& a, int node, int channel) {
   int chunk = reinterpret_cast<const int*>(a.plan)[plan_chunk(a.ranks, rail_peer(a, node))];
-  return reinterpret_cast<u32*>(a.went) + node * a.max_tokens + i64(chunk) * channel;
+  return reinterpret_cast<u32*>(a.relay) + node * a.max_tokens + i64(chunk) * channel;
 }
 // Of the plan, which is there once counts are.
 __device__ __forceinline__ int all_rows(const Args& a) {
@@ -219,7 +219,7 @@ struct Receiving {
     if (a.ordered) {
       if (lane == 0) bulk_store(a.kept + i64(record) * f.bytes, stage.at, f.bytes);
     } else {
-      place(a, f, stage, record, lane);
+      place<false>(a, f, stage, record, lane);
     }
     bulk_commit();
     bulk_await_read();
@@ -522,7 +522,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_place(cons
   for (int record = w.first; record < all_rows(a) and not sh.stopped; record += w.step) {
     stage.load(a.kept + i64(record) * sh.f.bytes, sh.f.bytes, lane);
     stage.await();
-    place(a, sh.f, stage, record, lane);
+    place<false>(a, sh.f, stage, record, lane);
     bulk_commit();
     bulk_await_read();
   }

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -149,3 +150,51 @@ def test_watchdog_ends_a_process_whose_main_thread_is_stuck():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
     assert done.returncode == EXIT_CODE
     assert "peer 3" in done.stderr
+
+
+def test_a_status_does_not_wait_for_a_busy_rank(agent):
+    buffer, busy = Buffer("direct", 7), threading.Event()
+    one = agent(buffer)
+    assert status(one).json()["epoch"] == 7
+    original = buffer.stats
+
+    def slow():
+        busy.wait(60)
+        return original()
+
+    buffer.stats, buffer.epoch = slow, 8
+    try:
+        late = status(one).json()
+        assert late["epoch"] == 7  # what it said last
+        time.sleep(2)
+        assert status(one).json()["silent_s"] > 2
+    finally:
+        busy.set()
+    deadline = time.monotonic() + 60
+    while (now := status(one).json())["epoch"] == 7:
+        assert time.monotonic() < deadline
+    assert now["epoch"] == 8 and now["silent_s"] < 2
+
+
+def test_a_change_that_comes_too_late_is_refused(agent):
+    request = {"do": "prepare", "token": 5, "mode": "auto", "until": time.monotonic() - 0.1}
+    assert agent(Buffer("direct", 7))._answer(request) == {"code": 409, "body": "the request came too late"}
+
+
+def test_the_http_process_ends_with_the_rank():
+    program = (
+        "import time; from ep_backend.agent import Agent; from tests.test_agent import WHO, Flip; "
+        "flip = Flip('auto', buffers=lambda: [], check=lambda wish: None); "
+        "one = Agent(WHO, host='127.0.0.1', port=0, key=None, flip=flip, buffers=lambda: []); "
+        "print(one._process.pid, flush=True); time.sleep(60)"
+    )
+    root = str(Path(__file__).parents[1])
+    rank = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=root)
+    assert rank.stdout is not None
+    front = int(rank.stdout.readline())
+    rank.kill()
+    rank.communicate()
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{front}").exists() and Path(f"/proc/{front}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, f"process {front} is still there"
+        time.sleep(0.1)

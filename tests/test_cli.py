@@ -38,7 +38,7 @@ def test_help_takes_at_most_350_ms_more_than_python() -> None:
     assert extra <= 0.350, f"{extra * 1000:.0f} ms"
 
 
-@pytest.mark.parametrize("command", ["checkpoint", "up", "down", "status", "flip", "ask", "demo", "modes"])
+@pytest.mark.parametrize("command", ["checkpoint", "up", "down", "status", "flip", "ask", "demo", "modes", "doctor"])
 def test_every_command_has_help(command: str) -> None:
     subprocess.run([sys.executable, "-m", "ep_backend", command, "--help"], check=True, capture_output=True, timeout=60)
 

@@ -24,6 +24,30 @@ def test_plan_as_json_and_as_tables() -> None:
         assert part in text
 
 
+def test_plan_says_what_fits_without_contradiction() -> None:
+    """A step dispatches 128 of 187 sequences; a buffer for 187 would leave less KV memory."""
+    memory = json.loads(run("plan", EP128, "--json").stdout)["roles"]["decode"]["memory"]
+    assert memory["dispatched"] == 128 < memory["largest_batch"] < memory["sequences"]
+    text = " ".join(run("plan", EP128).stdout.split())
+    assert (
+        f"KV memory for {memory['sequences']} full-length sequences a rank, of which max_tokens lets one step dispatch 128"
+        in text
+    )
+    assert f"the larger buffer leaves KV memory for {memory['largest_batch']};" in text
+
+
+def test_plan_of_a_cpu_is_not_headed_by_nvlink(tmp_path: Path) -> None:
+    config = {"hidden_size": 512, "n_routed_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 2}
+    config |= {"moe_intermediate_size": 64, "num_attention_heads": 4, "first_k_dense_replace": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "cpu.yaml"
+    file.write_text(
+        "name: small\ntopology: {device: cpu}\nmodel: {path: .}\nroles: {unified: {data_parallel: 2, ep: {max_tokens: 2048}}}\n"
+    )
+    first, *_ = run("plan", str(file)).stdout.splitlines()
+    assert first == "small: CPU, ranks share memory; times as if they were GPUs with 160 GB/s NVLink"
+
+
 def test_plan_of_a_broken_file_is_its_errors() -> None:
     done = run("plan", str(BROKEN / "graph_bucket_vllm.yaml"))
     assert done.returncode == 1
@@ -63,7 +87,7 @@ def test_diff(tmp_path: Path) -> None:
         text = text.replace(was, becomes)
     new.write_text(text)
     rows = json.loads(run("diff", EP128, str(new), "--json").stdout)
-    assert {(row["place"], row["kind"]) for row in rows} == {("roles.decode.ep.mode", "drain"), ("router.port", "restart")}
+    assert {(row["place"], row["kind"]) for row in rows} == {("roles.decode.ep.mode", "drain"), ("router.port", "redeploy")}
     assert run("diff", EP128, EP128).stdout == "no difference\n"
 
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def test_the_wheel_has_two_packages_and_the_entry_points(checkout: Path) -> None
         metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"ep_backend", "server_plugins"}
     assert "ep_backend = server_plugins.vllm:register" in entry_points
+    assert "ep_backend = server_plugins.sglang:register" in entry_points
     required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
     assert not [line for line in required if any(name in line for name in ("torch", "vllm", "sglang"))]
 
@@ -93,3 +95,47 @@ def test_the_bootstrap_refuses_other_pythons(version: tuple[int, ...], monkeypat
     monkeypatch.setattr(sys, "version_info", version)
     with pytest.raises(SystemExit, match=r"must be 3\.11 to 3\.14"):
         bootstrap["main"]()
+
+
+@pytest.fixture
+def bootstrap(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Runs `ep` with these words, without installing or starting anything; returns the environments that it made."""
+    script = runpy.run_path(str(ROOT / "ep"))
+    made: list[str] = []
+    monkeypatch.setattr(script["Environment"], "ensure", lambda self: made.append(self.folder.name))
+    monkeypatch.setattr(os, "execv", lambda program, words: None)
+    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if name != "EP_SGLANG_PYTHON"})
+
+    def run(*words: str) -> list[str]:
+        made.clear()
+        monkeypatch.setattr(sys, "argv", ["ep", *words])
+        script["main"]()
+        return list(made)
+
+    return run
+
+
+@pytest.mark.parametrize("line", ["engine: sglang", "  - {engine : 'sglang', nodes: 1}", '"engine": "sglang"'])
+def test_sglang_has_an_environment_made_when_a_file_asks(
+    line: str, bootstrap: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    file = tmp_path / "deployment.yaml"
+    file.write_text(f"name: some\n{line}\n")
+    assert bootstrap("status", str(file)) == [".venv"]
+    assert bootstrap("up", str(file), "--detach") == [".venv", ".venv-sglang"]
+    assert os.environ["EP_SGLANG_PYTHON"] == str(ROOT / ".venv-sglang" / "bin" / "python")
+    os.environ["EP_SGLANG_PYTHON"] = "/opt/sglang/bin/python"
+    assert bootstrap("up", str(file)) == [".venv"]
+    del os.environ["EP_SGLANG_PYTHON"]
+    file.write_text("name: some\nengine: vllm # not sglang\n")
+    assert bootstrap("up", str(file)) == [".venv"]
+
+
+def test_a_python_without_a_build_of_sglang_is_told(
+    bootstrap: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 14, 0))
+    with pytest.raises(SystemExit, match=r"SGLang 0\.5\.23 has no build for Python .*, only for 3\.11 to 3\.13"):
+        bootstrap("test", "sglang")
+    with pytest.raises(SystemExit, match="EP_SGLANG_PYTHON may name the Python of another environment"):
+        bootstrap("up", str(ROOT / "deploy" / "local-cpu-sglang.yaml"))

@@ -69,6 +69,9 @@ def up(
             commands.up(file, console)
     except (DeploymentError, InstanceFailed, OSError) as error:
         raise fail(error) from None
+    except commands.Interrupted as error:
+        fail(error)
+        raise typer.Exit(128 + error.number) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -109,7 +112,7 @@ def status(
         print(now.model_dump_json(indent=2))
     else:
         print_status(now, state.control_url or "")
-    if any(rank.error or rank.failed for role in now.roles for rank in role.ranks):
+    if any(rank.error or rank.failed for role in now.roles if role.role not in now.starting for rank in role.ranks):
         raise typer.Exit(1)
 
 

@@ -87,7 +87,7 @@ def explain(
 
 
 def diff(old: File, new: File, as_json: Json = False) -> None:
-    """Compare two deployments: each change is hot, drain or restart, and why."""
+    """Compare two deployments: each change is hot, drain, restart or redeploy, and why."""
     from ep_backend.deployment.changes import changes
     from ep_backend.deployment.load import load
     from ep_backend.deployment.problems import DeploymentError
@@ -101,7 +101,7 @@ def diff(old: File, new: File, as_json: Json = False) -> None:
         print(json.dumps([{"place": ".".join(c.place)} | {k: getattr(c, k) for k in keys} for c in found], indent=2))
         return
     for change in found:
-        print(f"{change.kind:7}  {'.'.join(change.place)}: {change.old} -> {change.new}; {change.why}")
+        print(f"{change.kind:8}  {'.'.join(change.place)}: {change.old} -> {change.new}; {change.why}")
     if not found:
         print("no difference")
 

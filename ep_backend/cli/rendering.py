@@ -39,10 +39,10 @@ def render(
     try:
         rendered = rendering.render(file, [target.value for target in targets or []])
         rendering.write(rendered, out)
-    except DeploymentError as error:
+    except (DeploymentError, rendering.FolderRefused) as error:
         raise _fail(error) from None
-    except (rendering.FolderRefused, OSError) as error:
-        raise _fail(error) from None
+    except OSError as error:
+        raise _fail(_unwritable(out, error)) from None
     for name in rendered.files:
         print(out / name)
     if rendered.warnings:
@@ -64,7 +64,7 @@ def migrate(
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="the file to write; default: stdout", show_default=False)
+        Path | None, typer.Option("--out", "-o", help="the file to write, a new one; default: stdout", show_default=False)
     ] = None,
     name: Annotated[str | None, typer.Option(help="of the deployment", show_default=False)] = None,
     role: Annotated[
@@ -80,8 +80,9 @@ def migrate(
 ) -> None:
     """Turn commands or manifests that start SGLang or vLLM into a deployment file. Exit 1 if lint still finds errors in it."""
     from ep_backend.deployment.lint.report import is_error
-    from ep_backend.deployment.migrate import Unmovable, as_rows
+    from ep_backend.deployment.migrate import as_rows
     from ep_backend.deployment.migrate import migrate as migrated
+    from ep_backend.deployment.migrate.notes import Unmovable
     from ep_backend.deployment.presets import models, topologies
 
     try:
@@ -96,10 +97,14 @@ def migrate(
             topology=topology,
             file=out or Path("deployment.yaml"),
         )
-        if out is not None:
-            out.write_text(made.text, encoding="utf-8")
-    except (Unmovable, OSError) as error:
+    except Unmovable as error:
         raise _fail(error) from None
+    if out is not None:
+        try:
+            with out.open("x", encoding="utf-8") as file:
+                file.write(made.text)
+        except OSError as error:
+            raise _fail(_unwritable(out, error)) from None
     errors = [finding for finding in made.findings if is_error(finding)]
     if as_json:
         lint = [str(finding) for finding in made.findings]
@@ -117,16 +122,22 @@ def migrate(
 
 
 def _text(path: Path) -> str:
-    from ep_backend.deployment.migrate import Unmovable
+    from ep_backend.deployment.migrate.notes import Unmovable
 
     try:
         return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise Unmovable(f"{path} cannot be read: {error.strerror}; give a shell script or a manifest") from None
     except UnicodeDecodeError:
         raise Unmovable(f"{path} is no text in UTF-8; give a shell script or a manifest") from None
 
 
+def _unwritable(out: Path, error: OSError) -> OSError:
+    return OSError(f"--out {out} cannot be written: {error.strerror}; choose another")
+
+
 def _among(option: str, value: str | None, known: Iterable[str]) -> None:
-    from ep_backend.deployment.migrate import Unmovable
+    from ep_backend.deployment.migrate.notes import Unmovable
 
     if value is not None and value not in known:
         raise Unmovable(f"{option} {value} is no preset; choose one of {', '.join(known)}")

@@ -15,10 +15,10 @@ def changes(old: Deployment, new: Deployment) -> list[Change]:
             role=change.role,
             old=_shown(change.old),
             new=_shown(change.new),
-            action=_action(change),
+            action=_action(change, old),
         )
         for change in classes.changes(old, new)
-        if change.role is not None or change.kind == "restart"
+        if change.role is not None or change.kind == "redeploy"
     ]
 
 
@@ -37,11 +37,12 @@ def reachable(deployment: Deployment, role: RoleName) -> list[str]:
     return classes.reachable(deployment, role)
 
 
-def _action(change: classes.Change) -> Action:
-    """No engine here captures its graphs anew while it runs, so that "drain" is a restart, too."""
-    if change.kind == "hot":
-        return "flip"
-    return "redeploy" if change.role is None else "restart"
+def _action(change: classes.Change, deployment: Deployment) -> Action:
+    """A flip drains vLLM where graphs hold the mode; SGLang cannot capture its graphs anew here, so that is a restart."""
+    if change.kind == "drain":
+        assert change.role is not None
+        return "flip" if dict(deployment.roles.items())[change.role].engine == "vllm" else "restart"
+    return "flip" if change.kind == "hot" else change.kind
 
 
 def _shown(value: Any) -> str:

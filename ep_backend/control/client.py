@@ -37,8 +37,8 @@ class ControlClient:
         """Make the deployment what a file's text says; ``wanted`` bounds the wait."""
         roles, target = len(wanted.roles.items()), wanted.target
         limit = MARGIN_S + roles * wanted.control.flip_timeout_s
-        if restart:
-            limit += 2 * roles * (target.drain_timeout_s + target.stop_timeout_s + target.start_timeout_s)
+        # A restart that fails is undone by another one, and so is a capture of graphs.
+        limit += 2 * roles * (target.drain_timeout_s + target.stop_timeout_s + target.start_timeout_s)
         answer = self._ask(
             "POST",
             "/v1/deployment",

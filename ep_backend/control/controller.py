@@ -7,18 +7,22 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import get_args
 
 import httpx
 
 from ep_backend.control.changes import changes, mode_of, reachable, with_mode
+from ep_backend.control.drain import Limits, drain
 from ep_backend.control.models import Applied, Change, DeploymentStatus, FlipResult, Pending, RoleStatus
 from ep_backend.control.ranks import RankFailed, Ranks, silence
+from ep_backend.control.vllm_admin import VllmAdmin
 from ep_backend.deployment.agents import TIMEOUT_S, RankStatus
 from ep_backend.deployment.load import Loaded, load
 from ep_backend.deployment.problems import DeploymentError
-from ep_backend.deployment.schema import Deployment, ModeName, RoleName
+from ep_backend.deployment.schema import Deployment, ModeName, RoleName, serves_both_families
 from ep_backend.deployment.state import RunState
+from ep_backend.errors import did_you_mean
 
 POLL_S = 0.05
 PROMPT = "a change of mode needs steps"
@@ -92,6 +96,9 @@ class Controller:
         allowed = reachable(self.running, name)
         wish = next((known for known in get_args(ModeName) if known == mode and known in allowed), None)
         if wish is None:
+            if mode not in get_args(ModeName):
+                hint = did_you_mean(mode, get_args(ModeName), f"{role} can be flipped to {', '.join(allowed)}")
+                raise NotAllowed(f"mode {mode!r} is unknown; {hint}", allowed)
             raise NotAllowed(f"mode {mode!r} cannot be reached by {role} without a restart", allowed)
         async with self._only_change():
             return await self._flip(name, wish, dry_run)
@@ -142,78 +149,99 @@ class Controller:
         result = FlipResult(role=role, before=before, mode=mode, outcome="unchanged", ranks=len(statuses))
         if mode == before and all(status.mode_desired == mode for status in statuses):
             return result
+        if obstacles := [f"rank {status.rank}: {o}" for status in statuses if (o := status.graphs.obstacle)]:
+            raise RankFailed([f"CUDA graphs of {role} cannot be captured anew: {line}" for line in obstacles], refused=True)
         if dry_run:
             return result.model_copy(update={"outcome": "would apply"})
-        used = {token for s in statuses for token in (s.flip.token, s.flip.agreed_token)}
-        token = random.choice([token for token in range(1, 256) if token not in used])
+        used = {token for s in statuses for token in (s.flip.token, s.flip.agreed_token, s.graphs.token)}
+        token, other = random.sample([token for token in range(1, 256) if token not in used], 2)
         started = time.monotonic()
         self._pending[role] = Pending(mode=mode, token=token)
         try:
-            agreed = await self._agree(ranks, token, mode)
+            if any(status.graphs.captured for status in statuses):
+                agreed = await self._drain(ranks, before, mode, (token, other))
+            else:
+                agreed = await self._agree(ranks, _Proposal(token, mode))
         finally:
             del self._pending[role]
         self.running = with_mode(self.running, role, mode)
         epoch = agreed[0].flip.agreed_epoch
         return result.model_copy(update={"outcome": "applied", "epoch": epoch, "seconds": round(time.monotonic() - started, 3)})
 
-    async def _agree(self, ranks: Ranks, token: int, mode: ModeName) -> list[RankStatus]:
+    async def _agree(self, ranks: Ranks, proposal: "_Proposal") -> list[RankStatus]:
         """Prepare on all, let steps happen, wait for all. RankFailed after withdrawing."""
         try:
-            await ranks.prepare(token, mode)
+            await ranks.prepare(proposal.token, proposal.mode)
             nudge = asyncio.create_task(self._nudge(ranks.role))
             try:
-                return await self._agreed(ranks, token, mode)
+                return await self._agreed(ranks, proposal)
             finally:
                 nudge.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await nudge
         except BaseException as failure:
             with contextlib.suppress(RankFailed):  # a rank that does not answer cannot agree either
-                await ranks.abandon(token)
+                await ranks.abandon(proposal.token)
             late = await ranks.statuses()
-            if isinstance(failure, RankFailed) and all(_runs(status, token, mode) for status in late):
+            if isinstance(failure, RankFailed) and all(map(proposal.runs, late)):
                 return late
             raise
 
-    async def _agreed(self, ranks: Ranks, token: int, mode: ModeName) -> list[RankStatus]:
+    async def _drain(self, ranks: Ranks, old: ModeName, new: ModeName, tokens: tuple[int, int]) -> list[RankStatus]:
+        """For ranks whose CUDA graphs hold the mode."""
+        target = self.running.target
+        limits = Limits(drain_s=target.drain_timeout_s, capture_s=target.start_timeout_s)
+        urls = [instance.url for instance in self._state().of(ranks.role) if instance.url]
+        return await drain(VllmAdmin(urls, self._http), ranks, old, new, tokens, limits)
+
+    async def _agreed(self, ranks: Ranks, proposal: "_Proposal") -> list[RankStatus]:
         deadline = time.monotonic() + self.running.control.flip_timeout_s
         while True:
             statuses = await ranks.statuses()
-            waiting = [status for status in statuses if not _runs(status, token, mode)]
+            waiting = [status for status in statuses if not proposal.runs(status)]
             if not waiting:
                 return statuses
             if time.monotonic() > deadline or any(map(silence, waiting)):
                 raise RankFailed(
                     [
-                        f"{ranks.role} rank {rank} ({status.agent}) {_hindrance(status, mode)}"
+                        f"{ranks.role} rank {rank} ({status.agent}) {_hindrance(status, proposal.mode)}"
                         for rank, status in enumerate(statuses)
-                        if not _runs(status, token, mode)
+                        if not proposal.runs(status)
                     ],
                     refused=False,
                 )
             await asyncio.sleep(POLL_S)
 
     async def _nudge(self, role: RoleName) -> None:
-        """An idle instance makes no steps, so ask it for a few tokens; whether it answers is seen by its ranks."""
+        """An idle instance makes no steps, so ask it for a few tokens; whether it answers is seen by its ranks.
+
+        Again and again, for the change may come with the last batch of the kind that runs the mode.
+        """
         body = {"model": self.running.model.served_name, "prompt": PROMPT, "max_tokens": STEPS, "ignore_eos": True}
-        for instance in self._state().of(role):
-            if instance.url:
+        urls = [instance.url for instance in self._state().of(role) if instance.url]
+        limit = self.running.control.flip_timeout_s
+        while urls:
+            for url in urls:
                 with contextlib.suppress(httpx.HTTPError):
-                    limit = self.running.control.flip_timeout_s
-                    await self._http.post(f"{instance.url}/v1/completions", json=body, timeout=limit)
+                    await self._http.post(f"{url}/v1/completions", json=body, timeout=limit)
+            await asyncio.sleep(POLL_S)
 
     async def _role_status(self, role: RoleName) -> RoleStatus:
         statuses = await self._ranks(role).statuses()
-        desired = self._desired(role)
+        if (waited := max((i.starting_s or 0.0 for i in self._state().of(role)), default=0.0)) > 0:
+            # Nobody listens yet; what the system says of that would read like a fault.
+            statuses = [s.model_copy(update={"error": f"starting for {waited:.0f} s"}) if s.error else s for s in statuses]
+        desired, engine = self._desired(role), dict(self.running.roles.items())[role].engine
         executed = {status.mode_executed for status in statuses}
+        both = serves_both_families(role, engine)
         return RoleStatus(
             role=role,
-            engine=dict(self.running.roles.items())[role].engine,
+            engine=engine,
             mode_desired=desired,
             mode_executed=executed.pop() if len(executed) == 1 else None,
             allowed=reachable(self.running, role),
             pending=self._pending.get(role),
-            drift=[f"rank {rank}: {drift}" for rank, s in enumerate(statuses) if (drift := _drift(s, desired))],
+            drift=[f"rank {rank}: {drift}" for rank, s in enumerate(statuses) if (drift := _drift(s, desired, both))],
             ranks=statuses,
         )
 
@@ -241,10 +269,22 @@ class Controller:
         return Ranks(role, agents, self.running.control.key, self._http)
 
 
-def _runs(status: RankStatus, token: int, mode: ModeName) -> bool:
-    """The rank agreed, and a dispatch after that ran the mode."""
-    executed = mode in (status.mode_executed, "auto")
-    return status.error is None and status.flip.agreed_token == token and executed
+@dataclass(frozen=True)
+class _Proposal:
+    """A change under way; with the dispatches that each rank had done in the new mode when it was first seen to agree."""
+
+    token: int
+    mode: ModeName
+    done: dict[int, int] = field(default_factory=dict)
+
+    def runs(self, status: RankStatus) -> bool:
+        """The rank agreed, and a dispatch since then ran the mode. The last one may be of a batch that takes another mode."""
+        if status.error is not None or status.flip.agreed_token != self.token:
+            return False
+        # A dispatch is counted when it starts, and has been executed when its combine starts.
+        now = status.modes[self.mode].combines if self.mode in status.modes else 0
+        before = self.done.setdefault(status.rank, now)
+        return self.mode in (status.mode_executed, "auto") or now > before
 
 
 def _hindrance(status: RankStatus, mode: ModeName) -> str:
@@ -257,14 +297,14 @@ def _hindrance(status: RankStatus, mode: ModeName) -> str:
     return f"made no dispatch that all ranks proposed {mode} in within the time, its last epoch is {status.epoch}"
 
 
-def _drift(status: RankStatus, desired: ModeName) -> str | None:
+def _drift(status: RankStatus, desired: ModeName, both_families: bool) -> str | None:
     if status.error is not None:
         return f"does not answer ({status.error})"
     if silent := silence(status):
         return silent
     if status.mode_desired != desired:
         return f"is set to {status.mode_desired}, not {desired}"
-    if desired != "auto" and status.mode_executed not in (None, desired):
+    if desired != "auto" and status.mode_executed not in (None, desired) and not both_families:
         return f"executed {status.mode_executed}, not {desired}"
     return None
 

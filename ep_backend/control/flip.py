@@ -78,6 +78,14 @@ class Flip:
             if self._proposed == token:
                 self._withdraw()
 
+    def switch(self, wish: Wish) -> None:
+        """Change at once. Only while no rank dispatches, and if every rank does the same before the next one."""
+        with self._lock:
+            self._mode = wish
+            self._epoch = int(self._buffers()[0].stats()["epoch"])
+            self._flips += 1
+            self._withdraw()
+
     def state(self) -> dict[str, Any]:
         """JSON-ready. ``agreed_epoch``: the dispatch after which the mode changed, equal on all ranks."""
         mode = self.mode

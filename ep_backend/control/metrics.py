@@ -30,7 +30,9 @@ class Ranks(Collector):
 
     def collect(self) -> Iterator[Metric]:
         per_op = (*RANK, "mode", "op")
-        seconds = SummaryMetricFamily(PREFIX + "op_seconds", "Time in an operation's phases, waits included", labels=per_op)
+        seconds = SummaryMetricFamily(
+            PREFIX + "op_seconds", "Host time in an operation, waits included; 0 on GPUs", labels=per_op
+        )
         sent = _counter("bytes", "Bytes written, by the way to the rank that gets them", *per_op, "path")
         records = _counter("records", "Records written, by the way to the rank that gets them", *per_op, "path")
         tokens = _counter("tokens", "Tokens that entered dispatch", *RANK, "mode")
@@ -42,7 +44,7 @@ class Ranks(Collector):
         epoch = _gauge("mode_epoch", "Epoch of the dispatch that agreed on the mode; the same on all ranks", *RANK)
         changed = _counter("mode_changes", "Changes of mode that all ranks agreed on", *RANK)
         timeouts = _counter("timeouts", "Waits that ended without what they waited for", *RANK)
-        phases = _counter("phase_seconds", "Host time in a phase; normal mode does all in send", *per_op, "phase")
+        phases = _counter("phase_seconds", "Host time in a phase, 0 on GPUs; normal mode does all in send", *per_op, "phase")
         held = _gauge("buffer_bytes", "Symmetric memory of the rank's buffers", *RANK, "region")
         sms = _gauge("num_sms", "SMs a kernel may use, where the deployment limits them", *RANK)
         fallback = _counter("fallback", "Batches that auto's first choice of mode could not carry, by why", *RANK, "reason")

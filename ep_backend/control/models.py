@@ -50,6 +50,11 @@ class DeploymentStatus(BaseModel):
     roles: list[RoleStatus]
     instances: list[InstanceState]
 
+    @property
+    def starting(self) -> set[RoleName]:
+        """Roles that do not serve yet: their ranks cannot answer."""
+        return {i.role for i in self.instances if i.role is not None and i.starting_s is not None}
+
 
 class FlipResult(BaseModel):
     """How a change of mode ended. ``epoch`` is the dispatch after which every rank changed."""

@@ -52,6 +52,16 @@ class FlipState(BaseModel):
     flips: int = 0
 
 
+class GraphState(BaseModel):
+    """CUDA graphs of a rank: do they hold the mode, what keeps it from capturing anew, and how its last try ended."""
+
+    captured: bool = False
+    obstacle: str | None = None
+    token: int = 0
+    error: str | None = None
+    seconds: float = 0.0
+
+
 class RankStatus(BaseModel):
     """One rank's answer; `error` says why there is none, `silent_s` since when its process has said nothing."""
 
@@ -76,6 +86,7 @@ class RankStatus(BaseModel):
     estimates: dict[str, float] = {}
     nics: list[NicPort] = []
     flip: FlipState = FlipState()
+    graphs: GraphState = GraphState()
     silent_s: float = 0.0
     error: str | None = None
 

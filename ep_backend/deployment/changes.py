@@ -9,13 +9,13 @@ from ep_backend.deployment.batches import eager
 from ep_backend.deployment.resolve import group_of
 from ep_backend.deployment.schema import Deployment, Role, RoleName, modes_of
 
-Kind = Literal["hot", "drain", "restart"]
+Kind = Literal["hot", "drain", "restart", "redeploy"]
 DECODE = {mode.value for mode in modes_of("decode", "auto")}
 
 
 @dataclass(frozen=True)
 class Change:
-    """One value that differs. hot: while it serves; drain: between requests; restart: of the role, or of all if it has none."""
+    """One value that differs. hot: while it serves; drain: between requests; restart: of the role; redeploy: of all."""
 
     place: tuple[str, ...]
     role: RoleName | None
@@ -82,18 +82,20 @@ def _change(old: Deployment, new: Deployment, place: tuple[str, ...], was: Any, 
     else:
         path = ".".join(place)
         kind, why = next((kind, why) for pattern, kind, why in CLASSES if fnmatch(path, pattern))
+        if name is None and kind == "restart":
+            kind = "redeploy"
     return Change(place, name, was, becomes, kind, why)
 
 
 def _mode_change(deployment: Deployment, name: RoleName, role: Role, mode: str) -> tuple[Kind, str]:
     if mode not in reachable(deployment, name):
         return "restart", "the buffer was not made for it, or it gives the experts another layout"
-    if _captures(deployment, name, role, mode):
+    if captures(deployment, name, role, mode):
         return "drain", "captured graphs replay their mode: pause, drop them, capture again, resume"
     return "hot", "the buffer serves both, and all ranks change at the same dispatch"
 
 
-def _captures(deployment: Deployment, name: RoleName, role: Role, mode: str) -> bool:
+def captures(deployment: Deployment, name: RoleName, role: Role, mode: str) -> bool:
     """Do graphs hold the mode to leave or the new one? Both engines run prefill's all-to-all outside graphs."""
     decodes = name == "decode" or (name == "unified" and not DECODE.isdisjoint((role.ep.mode, mode)))
     return decodes and deployment.topology.device == "cuda" and not eager(role)

@@ -17,17 +17,21 @@ def check_startable(deployment: Deployment) -> list[Problem]:
     if deployment.target.kind != "local":
         what = f"is {deployment.target.kind}, but `up` starts processes on this machine"
         problems.append(Problem(("target", "kind"), what, "use target: {kind: local}", "EP013"))
-    return [*problems, *_check_interpreter(deployment), *_check_namespaces(deployment), *_check_ports_free(deployment)]
+    return [*problems, *_check_sglang(deployment), *_check_namespaces(deployment), *_check_ports_free(deployment)]
 
 
-def _check_interpreter(deployment: Deployment) -> Iterator[Problem]:
-    for name, role in deployment.roles.items():
-        if role.engine == "sglang":
-            try:
-                interpreters.sglang()
-            except interpreters.NoInterpreter as error:
-                yield Problem(("roles", name, "engine"), f"is sglang, but {error}", error.fix, "EP013")
-                return
+def _check_sglang(deployment: Deployment) -> Iterator[Problem]:
+    roles = [(name, role) for name, role in deployment.roles.items() if role.engine == "sglang"]
+    if roles:
+        try:
+            interpreters.sglang()
+        except interpreters.NoInterpreter as error:
+            yield Problem(("roles", roles[0][0], "engine"), f"is sglang, but {error}", error.fix, "EP013")
+    for name, role in roles:
+        if role.nodes > 1 and not deployment.target.namespaces:
+            what = f"is {role.nodes}, but every launch of SGLang wants the same ports of this machine for itself"
+            fix = "set target: {namespaces: true}, or nodes: 1 with ep.gpus_per_node for virtual nodes"
+            yield Problem(("roles", name, "nodes"), what, fix, "EP013")
 
 
 def _check_namespaces(deployment: Deployment) -> Iterator[Problem]:

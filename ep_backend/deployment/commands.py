@@ -10,9 +10,11 @@ from pathlib import Path
 from rich.console import Console
 
 from ep_backend.deployment.checks import check_startable
-from ep_backend.deployment.load import load
+from ep_backend.deployment.lint import lint
+from ep_backend.deployment.lint.texts import rules
+from ep_backend.deployment.load import Loaded, load
 from ep_backend.deployment.problems import DeploymentError
-from ep_backend.deployment.processes import session_members, shared_memory_of, start_ticks, stop_sessions
+from ep_backend.deployment.processes import session_members, shared_memory_of, signals_noted, start_ticks, stop_sessions
 from ep_backend.deployment.state import RunState, read_state, remove_state, run_dir
 from ep_backend.deployment.supervisor import Supervisor
 from ep_backend.deployment.view import Progress
@@ -24,6 +26,14 @@ class NotRunning(Exception):
     """The deployment that a command is for does not run."""
 
 
+class Interrupted(Exception):
+    """A signal came before the deployment served; what had been started is stopped."""
+
+    def __init__(self, name: str, number: int) -> None:
+        super().__init__(f"{signal.Signals(number).name} came before {name} served; it is stopped")
+        self.number = number
+
+
 def up(file: Path, console: Console) -> None:
     """Runs the deployment until ctrl-C. Raises DeploymentError before loading, InstanceFailed after."""
     loaded = load(file)
@@ -32,41 +42,60 @@ def up(file: Path, console: Console) -> None:
         raise DeploymentError([f"{state.name} runs already (process {state.pid}); `ep-backend down {file}` stops it"])
     if problems := check_startable(loaded.deployment):
         raise loaded.error(problems)
+    _print_doubts(loaded, console)
     with Progress(console) as progress:
         Supervisor(loaded, progress.update).run()
 
 
 def up_detached(file: Path, console: Console) -> RunState:
-    """Starts the deployment in the background and returns once it serves. Raises as `up` does."""
-    deployment = load(file).deployment
+    """Starts the deployment in the background and returns once it serves. Raises as `up` does, and Interrupted."""
+    loaded = load(file)
+    deployment = loaded.deployment
+    _print_doubts(loaded, console)
     folder = run_dir(deployment.name)
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "up.log"
-    with log.open("wb") as output:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "ep_backend", "up", str(file)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        with Progress(console) as progress:
-            while child.poll() is None:
-                state = read_state(deployment.name)
-                if state is not None and state.pid == child.pid:
-                    progress.update(state)
-                    if state.phase == "ready":
-                        return state
-                time.sleep(POLL_S)
-    except BaseException:
-        child.send_signal(signal.SIGTERM)
-        child.wait(deployment.target.stop_timeout_s + 15.0)
-        raise
+    noted: list[int] = []
+    with signals_noted(noted.append):
+        with log.open("wb") as output:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "ep_backend", "up", str(file)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            with Progress(console) as progress:
+                while child.poll() is None:
+                    if noted:
+                        raise Interrupted(deployment.name, noted[0])
+                    state = read_state(deployment.name)
+                    if state is not None and state.pid == child.pid:
+                        progress.update(state)
+                        if state.phase == "ready":
+                            return state
+                    time.sleep(POLL_S)
+        except BaseException:
+            child.send_signal(signal.SIGTERM)
+            limit = deployment.target.stop_timeout_s + 15.0
+            try:
+                child.wait(limit)
+            except subprocess.TimeoutExpired:
+                what = f"{deployment.name} (process {child.pid}) did not stop in {limit:g} s; `ep-backend down {file}` does it"
+                raise DeploymentError([what]) from None
+            raise
     state = read_state(deployment.name)
     if state is not None and state.pid == child.pid and state.error is not None:
         raise DeploymentError([state.error])
     raise DeploymentError([log.read_text(errors="replace").strip() or f"up ended with status {child.returncode}"])
+
+
+def _print_doubts(loaded: Loaded, console: Console) -> None:
+    """What lint says of a file that has no error of its own; the engine may refuse it, or it may be slow."""
+    for finding in loaded.findings(lint(loaded.deployment)):
+        severity = rules()[finding.problem.code].severity
+        console.print(f"{severity}: {finding}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def down(name: str) -> bool:

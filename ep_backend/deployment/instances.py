@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import get_args
 
 from ep_backend.deployment import interpreters, namespaces
+from ep_backend.deployment.changes import captures
 from ep_backend.deployment.flags import engine_flags
 from ep_backend.deployment.processes import free_ports
 from ep_backend.deployment.rank_settings import rank_settings
 from ep_backend.deployment.schema import Deployment, Role, RoleName
 from ep_backend.deployment.words import flag_words
+from ep_backend.serving import is_loopback
 
 SETTINGS_VARIABLE = "EP_BACKEND_SETTINGS"
 BOOTSTRAP = "--disaggregation-bootstrap-port"
@@ -121,6 +123,10 @@ def _vllm_commands(deployment: Deployment, name: RoleName, role: Role, site: _Si
             env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = side_port
             if "VLLM_HOST_IP" in env:
                 env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = env["VLLM_HOST_IP"]
+    if captures(deployment, name, role, role.ep.mode) and is_loopback(site.host):
+        # The admin routes by which a flip drains the role; they know no key, so never where others reach the address.
+        for env in site.envs:
+            env.setdefault("VLLM_SERVER_DEV_MODE", "1")
     command = [_program("vllm"), "serve", str(deployment.model.path), *flag_words(engine_flags(deployment, name, role))]
     head = ["--host", site.host, "--port", str(site.port)]
     if role.nodes == 1:

@@ -1,6 +1,6 @@
 """Reads a deployment file and reports everything that is wrong with it at once, each with its line and column."""
 
-import difflib
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ep_backend.deployment.lint import check
 from ep_backend.deployment.problems import DeploymentError, Finding, Problem
 from ep_backend.deployment.schema import Deployment
+from ep_backend.errors import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,9 @@ def _parse(file: Path, text: str | None) -> Any:
     try:
         text = file.read_text(encoding="utf-8") if text is None else text
     except OSError as error:
-        raise _unreadable(file, 1, 1, f"cannot be read: {error.strerror}", "give the path of a deployment file") from None
+        raise _unreadable(
+            file, 1, 1, f"cannot be read: {error.strerror}", "give the path of a deployment file", "EP005"
+        ) from None
     except UnicodeDecodeError as error:
         what = f"is not UTF-8 text: byte {error.object[error.start]:#04x} at position {error.start}"
         raise _unreadable(file, 1, 1, what, "give the path of a deployment file, or save it as UTF-8") from None
@@ -120,26 +123,26 @@ def _parse(file: Path, text: str | None) -> Any:
     return document
 
 
-def _unreadable(file: Path, line: int, column: int, what: str, fix: str) -> DeploymentError:
-    return DeploymentError.of([Finding(str(file), line, column, Problem((), what, fix, "EP001"))])
+def _unreadable(file: Path, line: int, column: int, what: str, fix: str, code: str = "EP001") -> DeploymentError:
+    return DeploymentError.of([Finding(str(file), line, column, Problem((), what, fix, code))])
 
 
 def _schema_problem(details: ErrorDetails) -> Problem:
     place = details["loc"]
     if details["type"] == "extra_forbidden":
         known = _fields_at(place[:-1])
-        close = difflib.get_close_matches(str(place[-1]), known, n=1)
-        hint = f"did you mean `{close[0]}`?" if close else f"known here: {', '.join(known)}"
+        hint = did_you_mean(str(place[-1]), known, f"known here: {', '.join(known)}")
         return Problem(place, "unknown key", hint, "EP002")
     if details["type"] == "missing":
         return Problem(place, "is missing", "add it", "EP003")
     if details["type"] == "preset":
         names: list[str] = details["ctx"]["names"]
-        close = difflib.get_close_matches(str(details["input"]), names, n=1)
-        hint = f"did you mean `{close[0]}`?" if close else f"choose one of {', '.join(names)}"
+        hint = did_you_mean(str(details["input"]), names, f"choose one of {', '.join(names)}")
         return Problem(place, f"{details['input']!r} is no {details['ctx']['kind']} preset", hint, "EP012")
     message, given = details["msg"], details["input"]
     fix = f'write "{given}" in quotes' if details["type"] == "string_type" else f"replace {given!r}"
+    if details["type"] == "literal_error":
+        fix = did_you_mean(str(given), re.findall(r"'([^']+)'", details["ctx"]["expected"]), fix)
     return Problem(place, f"{message[0].lower()}{message[1:]}", fix, "EP004")
 
 

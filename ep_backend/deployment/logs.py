@@ -4,8 +4,12 @@ import re
 from pathlib import Path
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_PREFIX = re.compile(r"^(\([^)]*\) )?([A-Z]+ \d\d-\d\d [\d:]+ )?(\[[\w.]+:\d+\] )?")
-_ERROR = re.compile(r"^[\w.]*(Error|Exception|Mismatch|Timeout)\b\S*: \S|^(Segmentation fault|Fatal|error:)|: error: ")
+# vLLM's `(EngineCore pid=1) INFO 11-29 10:00:00 [core.py:1] `, SGLang's `[2026-11-29 10:00:00 DP0 TP0 EP0] `.
+_PREFIX = re.compile(r"^\[\d{4}-\d\d-\d\d [^]]*\] |^(\([^)]*\) )?([A-Z]+ \d\d-\d\d [\d:]+ )?(\[[\w.]+:\d+\] )?")
+_ERROR = re.compile(
+    r"^[\w.]*(Error|Exception|Mismatch|Timeout)\b\S*: \S|^(Segmentation fault|Fatal|error:)|: error: "
+    r"|\bdied (unexpectedly|with exit code)"
+)
 TAIL_BYTES = 200_000
 
 

@@ -8,18 +8,50 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from random import randrange
 
 SHARED_MEMORY = "/dev/shm/"
 POLL_S = 0.1
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def start_ticks(pid: int) -> int | None:
     """When the process started, in kernel ticks: tells a process from a later one of the same id. None if it is gone."""
     fields = _stat_fields(pid)
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
+
+
+def session_of(pid: int) -> int | None:
+    """The leader of a process's session; None if it is gone."""
+    fields = _stat_fields(pid)
+    return None if fields is None else int(fields[3])
+
+
+def ending(pid: int) -> str:
+    """How a process that no longer runs ended, as long as its parent has not asked; then only that it is gone."""
+    fields = _stat_fields(pid)
+    if fields is None or fields[0] not in "ZX":
+        return "is gone"
+    status = int(fields[49])
+    return ended_as(-(status & 0x7F) or status >> 8)
+
+
+def ended_as(code: int) -> str:
+    """An exit status in words; below zero it is a signal."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+
+
+@contextlib.contextmanager
+def signals_noted(note: Callable[[int], object]) -> Iterator[None]:
+    """A signal to stop only leaves a note, so that it never interrupts between starting a process and noting it."""
+    before = {number: signal.signal(number, lambda number, _: note(number)) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def session_members(leaders: Collection[int]) -> list[int]:

@@ -27,6 +27,9 @@ RoleName = Literal["prefill", "decode", "unified"]
 Engine = Literal["vllm", "sglang"]
 TargetKind = Literal["local", "shell", "slurm", "lws", "disaggregatedset"]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+HOST = r"^[A-Za-z0-9._:%-]+$"
+Host = Annotated[str, Field(pattern=HOST)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
@@ -171,7 +174,7 @@ class Role(Strict):
     data_parallel: Positive
     ep: Ep = Ep()
     args: dict[str, JsonValue] = Field(default={}, description="further flags of the engine, spelled as it spells them")
-    env: dict[str, str] = {}
+    env: dict[EnvName, str] = {}
     image: Image | None = Field(default=None, description="default: the target's")
 
     def arg(self, flag: str) -> JsonValue | None:
@@ -222,7 +225,7 @@ class Roles(Strict):
 class Router(Strict):
     """The address that clients use; before a prefill/decode pair vllm-router listens there."""
 
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     port: Port = 8000
     hold: bool = Field(
         default=False,
@@ -233,7 +236,7 @@ class Router(Strict):
 class Control(Strict):
     """The control service, and the agents in the engine's ranks that it asks."""
 
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     port: Port | None = Field(default=None, description="of the service; default: a free one, which `status` names")
     key: str | None = Field(default=None, min_length=1, description="needed where others can reach the host")
     flip_timeout_s: float = Field(default=30.0, gt=0, description="how long a change of mode may take before it is abandoned")
@@ -278,15 +281,22 @@ def json_schema() -> dict[str, Any]:
 def modes_of(name: RoleName, mode: ModeName, several_nodes: bool = False, engine: Engine = "vllm") -> list[Mode]:
     """The modes that a role's buffer is made for: its whole family, so that a flip inside it needs no restart.
 
-    Hybrid serves prefill too where there is a second node to save copies to. In a unified role vLLM's experts keep one
-    format, SGLang's take that of each batch: prefill batches one family's, decode batches the other's.
+    Hybrid serves prefill too where there is a second node to save copies to.
     """
     if name != "unified":
         families = [Family(name)]
-    elif engine == "sglang":
+    elif serves_both_families(name, engine):
         families = list(Family)
     elif mode == "auto":
         families = [Family.PREFILL]
     else:
         families = [MODES[Mode(mode)].family]
     return [each for each, spec in MODES.items() if spec.family in families or (each is Mode.HYBRID and several_nodes)]
+
+
+def serves_both_families(name: RoleName, engine: Engine) -> bool:
+    """In a unified role vLLM's experts keep one format; SGLang's take each batch's: a prompt's, or that of decoding.
+
+    A mode is then of the batches of its family alone.
+    """
+    return name == "unified" and engine == "sglang"

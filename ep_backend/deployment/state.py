@@ -21,7 +21,13 @@ class InstanceState(BaseModel):
     agents: list[str] = []
     url: str | None = None
     pid: int = 0
+    started_at: float = 0.0
     ready_after_s: float | None = None
+
+    @property
+    def starting_s(self) -> float | None:
+        """Seconds that a launch with an address has not served for yet; None once it does."""
+        return seconds_since(self.started_at) if self.url and self.ready_after_s is None else None
 
 
 class RunState(BaseModel):

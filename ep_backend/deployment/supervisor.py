@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import signal
 import subprocess
 import threading
 import time
@@ -24,13 +23,21 @@ from ep_backend.deployment.load import Loaded
 from ep_backend.deployment.logs import last_errors
 from ep_backend.deployment.namespaces import inside, namespaces
 from ep_backend.deployment.problems import DeploymentError
-from ep_backend.deployment.processes import session_members, shared_memory_of, start_ticks, stop_sessions
+from ep_backend.deployment.processes import (
+    ended_as,
+    ending,
+    session_members,
+    session_of,
+    shared_memory_of,
+    signals_noted,
+    start_ticks,
+    stop_sessions,
+)
 from ep_backend.deployment.schema import Deployment, RoleName
 from ep_backend.deployment.state import InstanceState, RunState, remove_state, run_dir, write_state
 from ep_backend.serving import Background
 
 POLL_S = 0.5
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 OnChange = Callable[[RunState], None]
 
@@ -56,7 +63,8 @@ class Supervisor:
         self.on_change = on_change
         self.folder = run_dir(deployment.name)
         self.children: list[subprocess.Popen[bytes]] = []
-        self.rank_pids: dict[int, InstanceState] = {}
+        self.ranks: dict[int, tuple[int, int]] = {}
+        """By process: the leader of its launch, and its rank."""
         self.shared: set[Path] = set()
         self.stop_asked = threading.Event()
         self.engines: list[Instance] = []
@@ -79,7 +87,7 @@ class Supervisor:
 
         Raises DeploymentError, before anything is started, if the control service cannot listen.
         """
-        with self._services(), _signals_set(self.stop_asked):
+        with self._services(), signals_noted(lambda _: self.stop_asked.set()):
             try:
                 self._start()
                 while True:
@@ -180,7 +188,7 @@ class Supervisor:
             child.poll()
         self.children = [child for child in self.children if child.pid not in pids]
         self.state.instances = [instance for instance in self.state.instances if instance.pid not in pids]
-        self.rank_pids = {pid: instance for pid, instance in self.rank_pids.items() if instance.pid not in pids}
+        self.ranks = {pid: (leader, rank) for pid, (leader, rank) in self.ranks.items() if leader not in pids}
 
     def _launch(self, instances: list[Instance]) -> None:
         for instance in instances:
@@ -199,6 +207,7 @@ class Supervisor:
                 InstanceState(
                     name=instance.name,
                     role=instance.role,
+                    started_at=time.time(),
                     log=log,
                     agents=instance.agents,
                     url=instance.health.removesuffix("/health") if instance.health else None,
@@ -215,7 +224,7 @@ class Supervisor:
             for state in self.state.instances:
                 health = waiting.get(state.name)
                 if health and _answers(health):
-                    state.ready_after_s = time.time() - self.state.started_at
+                    state.ready_after_s = time.time() - state.started_at
                     del waiting[state.name]
                 elif health and time.monotonic() > deadline:
                     raise InstanceFailed(state, f"did not serve within target.start_timeout_s = {limit:g}")
@@ -227,19 +236,18 @@ class Supervisor:
             for status in rank_statuses(instance, self.state.key):
                 if status.error is not None:
                     raise InstanceFailed(instance, f"serves, but its agent {status.agent} does not: {status.error}")
-                self.rank_pids[status.pid] = instance
+                self.ranks[status.pid] = (session_of(status.pid) or instance.pid, status.rank)
 
     def _wait_a_moment(self) -> None:
         """Raises Stopped if a signal came, InstanceFailed if a process died."""
         if self.stop_asked.wait(POLL_S):
             raise Stopped
         for child, instance in zip(self.children, self.state.instances, strict=True):
+            # Ranks first: an engine that loses one may well end with status 0.
+            lost = [(rank, pid) for pid, (leader, rank) in self.ranks.items() if leader == child.pid and not start_ticks(pid)]
             code = child.poll()
-            if code is not None:
-                raise InstanceFailed(instance, _how_it_ended(code))
-        for pid, instance in self.rank_pids.items():
-            if start_ticks(pid) is None:
-                raise InstanceFailed(instance, f"lost a rank (process {pid} is gone)")
+            if lost or code is not None:
+                raise InstanceFailed(instance, _how_it_ended(code, lost))
 
     def _stop(self) -> None:
         try:
@@ -270,18 +278,11 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _how_it_ended(code: int) -> str:
-    if code >= 0:
-        return f"exited with status {code}"
-    return f"was ended by {signal.Signals(-code).name}"
-
-
-@contextlib.contextmanager
-def _signals_set(event: threading.Event) -> Iterator[None]:
-    """A signal only leaves a mark, so that it never interrupts between starting a process and noting it."""
-    before = {number: signal.signal(number, lambda *_: event.set()) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _how_it_ended(code: int | None, lost: list[tuple[int, int]]) -> str:
+    """An instance's exit status and its ranks (number, process) that are gone. What a signal ended is the cause itself."""
+    if code is not None and code < 0:
+        return ended_as(code)
+    parts = [" and ".join(f"lost rank {rank} (process {pid} {ending(pid)})" for rank, pid in lost)] if lost else []
+    if code is not None:
+        parts.append(ended_as(code))
+    return ", then ".join(parts)

@@ -105,8 +105,14 @@ def print_status(now: DeploymentStatus, control_url: str) -> None:
     say(f"{now.name}: {now.phase} at {now.url}, control service at {control_url}")
     for instance in now.instances:
         say(f"  {instance.name}: process {instance.pid}, log {instance.log}")
+        if instance.starting_s is not None:
+            say(
+                f"  {instance.name}: starting for {instance.starting_s:.0f} s: {last_line(instance.log)[:NOTE_WIDTH]}", "yellow"
+            )
     rows = []
     for role in now.roles:
+        if role.role in now.starting:
+            continue
         say(f"  {role.role}: mode {role.mode_desired}, executed {role.mode_executed or 'none, or not the same on all ranks'}")
         if role.pending:
             say(f"  {role.role}: a change to {role.pending.mode} is pending", "yellow")

@@ -10,7 +10,7 @@ from ep_backend.deployment.schema import Deployment, Role, RoleName
 from ep_backend.doctor.host import Host, Unknown
 from ep_backend.plan.memory import memory
 
-Word = Literal["gpu", "gpus", "domain", "remote", "roce", "efa", "nodes", "cpu", "file", "vllm"]
+Word = Literal["gpu", "gpus", "domain", "remote", "roce", "efa", "nodes", "cpu", "file"]
 # Why a check with that word is skipped where the word does not hold.
 WITHOUT: dict[Word, str] = {
     "gpu": "no rank runs on a GPU here",
@@ -22,7 +22,6 @@ WITHOUT: dict[Word, str] = {
     "nodes": "one host, no other to agree with",
     "cpu": "no rank runs on the host fabric",
     "file": "no deployment file given (-f FILE)",
-    "vllm": "the engine is not vLLM",
 }
 
 
@@ -109,8 +108,6 @@ def of_host(host: Host) -> Need:
         words |= {"roce"} if "Ethernet" in layers else set()
         words |= {"efa"} if any(nic.startswith(("efa", "rdmap")) for nic in nics) else set()
     engines = tuple(name for name in ("vllm", "sglang") if host.version(name))
-    if "vllm" in engines:
-        words.add("vllm")
     return Need("this host, without a deployment file", frozenset(words), ranks, engines=engines)
 
 
@@ -120,8 +117,6 @@ def _of_role(deployment: Deployment, name: RoleName, role: Role) -> Need:
     words: set[Word] = set()
     if role.nodes > 1:
         words.add("nodes")
-    if role.engine == "vllm":
-        words.add("vllm")
     if deployment.topology.device == "cpu":
         words.add("cpu")
     else:

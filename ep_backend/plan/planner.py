@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ep_backend.deployment.batches import capacity
+from ep_backend.deployment.batches import capacity, tokens_a_sequence
 from ep_backend.deployment.resolve import (
     Group,
     ModelUnknown,
@@ -43,6 +43,7 @@ def plan(deployment: Deployment) -> Plan:
         roles[name] = _role_plan(_context(deployment, name, role, machine, shape, calibration, links))
     return Plan(
         name=deployment.name,
+        device=machine.device,
         gpu=machine.gpu,
         calibration=calibration.title,
         calibration_source=calibration.source,
@@ -135,7 +136,7 @@ def _role_plan(c: _Context) -> RolePlan:
         auto_reason=reason,
         buffer_modes=[mode.value for mode in modes_of(c.name, c.role.ep.mode, c.group.nodes > 1, c.role.engine)],
         buffer=buffer_config(c.deployment, c.name, c.role, c.shape, c.tokens).size_hint(),
-        memory=_memory_plan(c.memory) if c.memory is not None else None,
+        memory=_memory_plan(c, c.memory) if c.memory is not None else None,
         assumptions=list(_assumptions(c)),
     )
 
@@ -203,7 +204,7 @@ def _auto(c: _Context, modes: dict[str, ModePlan]) -> tuple[str, str]:
     return decision.mode.value, decision.reason
 
 
-def _memory_plan(held: Memory) -> MemoryPlan:
+def _memory_plan(c: _Context, held: Memory) -> MemoryPlan:
     return MemoryPlan(
         held.hbm_bytes,
         held.fraction,
@@ -213,6 +214,7 @@ def _memory_plan(held: Memory) -> MemoryPlan:
         held.kv_bytes_a_token,
         held.kv_tokens,
         held.sequences,
+        c.tokens // tokens_a_sequence(c.role),
         held.largest_batch,
         held.largest_capacity,
     )

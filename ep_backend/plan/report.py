@@ -12,24 +12,29 @@ from ep_backend.plan.result import MemoryPlan, ModePlan, Plan, RolePlan
 def print_plan(plan: Plan, console: Console) -> None:
     """The machines and the model, then for every role its modes, memory and assumptions."""
     nic = f"{plan.nic_gbs:.0f} GB/s NIC" if plan.nic_gbs else "no NIC"
-    console.print(f"{plan.name}: {plan.gpu or 'GPU'}, {plan.nvlink_gbs:.0f} GB/s NVLink, {nic}", highlight=False)
+    machine = f"{plan.gpu or 'GPU'}, {plan.nvlink_gbs:.0f} GB/s NVLink, {nic}"
+    if plan.device == "cpu":
+        machine = f"CPU, ranks share memory; times as if they were GPUs with {plan.nvlink_gbs:.0f} GB/s NVLink"
+    console.print(f"{plan.name}: {machine}", highlight=False)
     console.print(
         f"model: hidden {plan.hidden}, {plan.experts} experts, top {plan.top_k}, {plan.moe_layers} MoE layers, "
         f"{plan.parameters / 1e9:.3g} G parameters",
         highlight=False,
     )
     for name, role in plan.roles.items():
-        _print_role(name, role, console)
+        _print_role(name, role, plan.device, console)
 
 
-def _print_role(name: str, role: RolePlan, console: Console) -> None:
+def _print_role(name: str, role: RolePlan, device: str, console: Console) -> None:
+    domains, ranks = ("node(s)", "ranks") if device == "cpu" else ("NVLink domain(s)", "GPUs")
+    sent = ("off-node MB", "in-node MB") if device == "cpu" else ("NIC MB", "NVLink MB")
     console.print()
     table = Table(
-        title=f"{name}: {role.engine}, EP{role.ranks} over {role.nodes} NVLink domain(s), {role.tokens} tokens a rank, "
-        f"{role.payload}; a token reaches {role.gpus_per_token:.2f} GPUs on {role.nodes_per_token:.2f} domains",
+        title=f"{name}: {role.engine}, EP{role.ranks} over {role.nodes} {domains}, {role.tokens} tokens a rank, "
+        f"{role.payload}; a token reaches {role.gpus_per_token:.2f} {ranks} on {role.nodes_per_token:.2f} domains",
         title_justify="left",
     )
-    for column in ("mode", "copies", "NIC MB", "NVLink MB", "dispatch us", "combine us", "step ms", "SMs", "buffer"):
+    for column in ("mode", "copies", *sent, "dispatch us", "combine us", "step ms", "SMs", "buffer"):
         table.add_column(column, justify="left" if column == "mode" else "right")
     for mode, numbers in role.modes.items():
         style = "bold" if mode == role.mode else "" if mode in role.buffer_modes else "dim"
@@ -45,7 +50,7 @@ def _print_role(name: str, role: RolePlan, console: Console) -> None:
         highlight=False,
     )
     if role.memory is not None:
-        _print_memory(role.memory, role.buffer["total"], console)
+        _print_memory(name, role.memory, role.buffer["total"], console)
     for line in role.assumptions:
         console.print(f"  assumes {line}", style="dim", highlight=False)
 
@@ -63,7 +68,7 @@ def _cells(m: ModePlan) -> list[str]:
     ]
 
 
-def _print_memory(memory: MemoryPlan, buffer_bytes: int, console: Console) -> None:
+def _print_memory(name: str, memory: MemoryPlan, buffer_bytes: int, console: Console) -> None:
     console.print(
         f"  memory a rank: {_size(memory.hbm)} x {memory.fraction:.2f} = weights {_size(memory.weights)} + buffer "
         f"{_size(buffer_bytes)} + reserve {_size(memory.reserve)} + KV {_size(memory.kv)} "
@@ -71,9 +76,21 @@ def _print_memory(memory: MemoryPlan, buffer_bytes: int, console: Console) -> No
         highlight=False,
     )
     console.print(
-        f"  fits: {memory.sequences} full-length sequences a rank as configured; at most {memory.largest_batch} with a "
-        f"buffer to match; max_tokens up to {memory.largest_max_tokens} before KV is gone",
+        f"  fits: KV memory for {memory.sequences} full-length sequences a rank{_batch(name, memory)}; "
+        f"above max_tokens {memory.largest_max_tokens} none is left",
         highlight=False,
+    )
+
+
+def _batch(name: str, memory: MemoryPlan) -> str:
+    """How many of the sequences that fit one decode step can dispatch."""
+    if name == "prefill":
+        return ""
+    if memory.dispatched >= memory.sequences:
+        return ", and one step can dispatch them all"
+    return (
+        f", of which max_tokens lets one step dispatch {memory.dispatched}; raised so that one step dispatches all, "
+        f"the larger buffer leaves KV memory for {memory.largest_batch}"
     )
 
 

@@ -59,9 +59,11 @@ class MemoryPlan:
     kv_a_token: float
     kv_tokens: int
     sequences: int
-    """Of full context, with the buffer as configured."""
+    """Of full context for which the buffer as configured leaves KV memory."""
+    dispatched: int
+    """The most of them that one decode step may dispatch: max_tokens over the tokens a sequence sends."""
     largest_batch: int
-    """Sequences of full context a rank, with a buffer just large enough to dispatch them."""
+    """The most sequences of full context if one step is to dispatch them all: a buffer for more takes KV memory."""
     largest_max_tokens: int
 
 
@@ -98,6 +100,7 @@ class Plan:
     """A whole deployment."""
 
     name: str
+    device: str
     gpu: str | None
     calibration: str
     calibration_source: str

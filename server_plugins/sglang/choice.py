@@ -298,7 +298,7 @@ def _capacity(choice: Choice, plan: Plan, family: Family, limit: int, top_k: int
     if wish != AUTO:
         given.setdefault(Mode(wish), limit)
     if not given:
-        every = dict.fromkeys(modes_of(family), limit)
+        every = {mode: limit for mode in modes_of(family) if family in serves(mode, choice.families)}
         return {decide(plan.situation(family, AUTO, limit, every, top_k, settings)).mode: limit}
     room = given[Mode(wish)] if wish != AUTO else max(given.values())
     if room < limit:

@@ -218,11 +218,11 @@ class EpDispatcher(BaseDispatcher):
         hit = torch.zeros(len(self._ids), experts + 1, dtype=torch.bool, device=self._ids.device)
         hit.scatter_(1, torch.where(self._ids < 0, experts, self._ids).to(torch.int64), True)
         hit = hit[:, :experts]
-        by_rank = hit.view(len(hit), plan.ranks, -1).any(-1)
-        by_node = by_rank.view(len(hit), plan.nodes, -1).any(-1).sum(0, dtype=torch.int32) if plan.nodes > 1 else None
+        by_rank = hit.unflatten(1, (plan.ranks, experts // plan.ranks)).any(-1)
+        by_node = by_rank.unflatten(1, (plan.nodes, plan.gpus_per_node)).any(-1)
         return {
             "num_tokens_per_rank": by_rank.sum(0, dtype=torch.int32),
-            "num_tokens_per_rdma_rank": by_node,
+            "num_tokens_per_rdma_rank": by_node.sum(0, dtype=torch.int32) if plan.nodes > 1 else None,
             "num_tokens_per_expert": hit.sum(0, dtype=torch.int32),
         }
 

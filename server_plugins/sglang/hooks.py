@@ -68,7 +68,7 @@ def _nothing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 def _get_internal_state(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     answer = original(scheduler, request)
     if (here := current()) is not None:
-        answer.internal_state.update({"moe_a2a_backend": NAME, NAME: state.status(here)})
+        answer.internal_state.update({"moe_a2a_backend": NAME, NAME: here.status()})
     return answer
 
 
@@ -85,7 +85,9 @@ def _set_internal_state(original: Callable[..., Any], scheduler: Any, request: A
         if theirs:
             raise ValueError(f"{', '.join(theirs)} cannot travel with {', '.join(ours)}; send two requests")
         state.apply(here, ours)
+        here.refused = None
     except (FlipRefused, ValueError) as refusal:
+        here.refused = str(refusal)
         log.warning("/set_internal_state: %s", refusal)
         return SetInternalStateReqOutput(updated=False)
     return SetInternalStateReqOutput(updated=True)

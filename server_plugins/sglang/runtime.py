@@ -38,7 +38,7 @@ class Runtime:
         self.group = group
         self.rank = torch.distributed.get_rank(group)
         self.refused: str | None = None
-        """Why this rank refused the last proposal that came over SGLang's routes."""
+        """Why this rank refused the last request that came over SGLang's routes, if it did."""
         self.buffers: list[EpBuffer] = []
         self._by_shape: dict[tuple[Any, ...], EpBuffer] = {}
         self._waiting: list[EpDispatcher] = []

@@ -9,16 +9,15 @@ answers with one boolean an attention-DP group. Values are numbers, for SGLang a
   carries no token, no rank will change; withdraw the token, then ask again.
 - ``{"ep_backend_abandon": T}``: withdraw it. No effect on a change that was already agreed on.
 
-``GET /server_info`` answers with ``internal_states``, one an attention-DP group; each has under ``ep_backend`` what
-:func:`status` returns: mode wished for and mode executed, counters, the state of a flip, and why the last one was refused.
+``GET /server_info`` answers with ``internal_states``, one an attention-DP group, in no order; each has under
+``ep_backend`` what :meth:`Runtime.status` returns: mode wished for and mode executed, counters, the state of a flip, and why
+the last request was refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from ep_backend.control.flip import FlipRefused
 from ep_backend.modes import Mode
 from ep_backend.policy import AUTO
 from server_plugins.sglang.runtime import Runtime
@@ -39,22 +38,7 @@ def apply(runtime: Runtime, request: Mapping[str, float]) -> None:
         if index != int(index) or not 0 <= index < len(MODES):
             choices = ", ".join(f"{i} {name}" for i, name in enumerate(MODES))
             raise ValueError(f"{MODE}={index}; it is one of {choices}")
-        propose(runtime, _token(request[TOKEN], TOKEN), MODES[int(index)])
-
-
-def propose(runtime: Runtime, token: int, mode: str) -> None:
-    """Carry the proposal from the next dispatch on. FlipRefused, with the reason, if this rank cannot serve the mode."""
-    try:
-        runtime.flip.prepare(token, mode)
-    except FlipRefused as refusal:
-        runtime.refused = f"token {token}, mode {mode}: {refusal}"
-        raise
-    runtime.refused = None
-
-
-def status(runtime: Runtime) -> dict[str, Any]:
-    """JSON-ready: who this rank is, its role, families and capacities, and what its buffers executed since the start."""
-    return runtime.status()
+        runtime.flip.prepare(_token(request[TOKEN], TOKEN), MODES[int(index)])
 
 
 def _token(value: float, key: str) -> int:

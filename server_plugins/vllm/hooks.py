@@ -14,6 +14,7 @@ from server_plugins.vllm import NAME, compat
 from server_plugins.vllm.choice import choose, is_decode, require_room
 
 _moe_installed = False
+WORKER_EXTENSION = "server_plugins.vllm.graphs.WorkerExtension"
 HIDDEN_MULTIPLE = 8  # 16-byte vectors of bf16
 _kv_role: ContextVar[str | None] = ContextVar("kv_role", default=None)
 
@@ -66,9 +67,7 @@ def _wrap_arguments(engine_args: Any) -> None:
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         transfer = self.kv_transfer_config
-        token = _kv_role.set(
-            transfer.get("kv_role") if isinstance(transfer, dict) else getattr(transfer, "kv_role", None)
-        )
+        token = _kv_role.set(transfer.get("kv_role") if isinstance(transfer, dict) else getattr(transfer, "kv_role", None))
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -108,6 +107,8 @@ def _wrap_config() -> None:
             original(self, *args, **kwargs)
         finally:
             parallel.all2all_backend = NAME
+        if not parallel.worker_extension_cls:  # another one is the user's; then graphs cannot be captured anew
+            parallel.worker_extension_cls = WORKER_EXTENSION
         require_room(choice, self)
 
     VllmConfig.__post_init__ = post_init

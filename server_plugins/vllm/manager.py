@@ -22,6 +22,7 @@ from ep_backend.modes import Family, Mode
 from ep_backend.policy import Wish, decide
 from ep_backend.watchdog import Watchdog
 from server_plugins.vllm.choice import Choice, choose, fabric
+from server_plugins.vllm.graphs import Graphs
 
 log = init_logger("vllm.ep_backend")
 
@@ -49,6 +50,8 @@ class EpManager(All2AllManagerBase):
         self._most_tokens = config.scheduler_config.max_num_batched_tokens
         self._compilation = config.compilation_config
         self.flip = Flip(self.choice.wish, buffers=lambda: self.buffers, check=self._check_flip)
+        captured = current_platform.is_cuda() and self._compilation.cudagraph_mode != CUDAGraphMode.NONE
+        self.graphs = Graphs(captured, self.flip, self._check_wish)
         self.sms: int | None = self.choice.settings.sms
         per_node = self.choice.settings.gpus_per_node or sum(in_the_same_node_as(cpu_group, source_rank=0))
         if self.world_size % per_node:
@@ -118,9 +121,13 @@ class EpManager(All2AllManagerBase):
             buffer.destroy()
 
     def _check_flip(self, wish: Wish) -> None:
+        """ValueError if this instance cannot change to the wish between two dispatches."""
+        if self.graphs.state()["captured"]:
+            raise ValueError("its CUDA graphs replay the mode they captured: they must be captured anew while it is drained")
+        self._check_wish(wish)
+
+    def _check_wish(self, wish: Wish) -> None:
         """ValueError if this instance needs a restart to run the wish."""
-        if current_platform.is_cuda() and self._compilation.cudagraph_mode != CUDAGraphMode.NONE:
-            raise ValueError("its CUDA graphs replay the mode they captured; restart the role, or run it with enforce-eager")
         for config in (buffer.config for buffer in self.buffers):
             decide(self.choice.situation(wish, self._most_tokens, config.max_tokens, config.top_k, self.nodes))
 
@@ -149,7 +156,10 @@ class EpManager(All2AllManagerBase):
 
     def _facts(self) -> dict[str, Any]:
         estimates = {mode.value: seconds for mode, seconds in self.choice.settings.estimates.items()}
-        return {"sms": self.sms, "fallbacks": dict(self._fallbacks), "estimates": estimates}
+        return {
+            **{"sms": self.sms, "fallbacks": dict(self._fallbacks), "estimates": estimates},
+            "graphs": self.graphs.state(),
+        }
 
 
 def _agreed_tokens(max_num_tokens: int) -> int:

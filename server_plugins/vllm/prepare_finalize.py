@@ -60,9 +60,7 @@ class EpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         """The experts are known now, and with them what rows are on the wire: make the buffer, before memory profiling."""
         self.payload = self._payload(fused_experts)
         moe, manager = self.moe, self.manager
-        self.buffer = manager.buffer(
-            moe.hidden_dim, moe.num_experts, moe.experts_per_token, self.payload, self.limits.capacity
-        )
+        self.buffer = manager.buffer(moe.hidden_dim, moe.num_experts, moe.experts_per_token, self.payload, self.limits.capacity)
         mode = manager.mode_now(self.limits)
         log.info_once(
             "ep_backend: EP size %d (%d nodes x %d), mode %s (wish %s), %s rows, dispatch dtype %s, experts %s, %s fabric",
@@ -149,9 +147,7 @@ class EpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     ) -> Step:
         assert self.buffer is not None
         mode, handle = self._in_flight.pop(self.manager.lane)
-        y = self._answer(
-            fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
-        )
+        y = self._answer(fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl)
         if mode.spec.hook:
             dbo_maybe_run_recv_hook()
             _, hook = self.buffer.combine(y, handle, out=output, return_hook=True)

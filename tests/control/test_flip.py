@@ -82,6 +82,9 @@ def test_a_stopped_rank_fails_the_flip_in_time_and_changes_nothing(ranks: Any, s
     pool = ranks(2)
     with instance(pool, "prefill", "direct", tmp_path / "stop", busy=True) as ran:
         control = service(prefill=ran)
+        deadline = time.monotonic() + 30
+        while not control.role("prefill")["ranks"][1]["modes"]:
+            assert time.monotonic() < deadline
         os.kill(pool.pids[1], signal.SIGSTOP)
         try:
             started = time.monotonic()

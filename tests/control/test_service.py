@@ -78,6 +78,11 @@ def test_a_wrong_mode_or_role_is_told_the_right_ones(service: StartService, role
     assert answer.json()["allowed"] == allowed
 
 
+def test_a_misspelt_mode_is_asked_back(service: StartService) -> None:
+    detail = service().flip("decode", "low_latncy").json()["detail"]
+    assert detail == "mode 'low_latncy' is unknown; did you mean `low_latency`?"
+
+
 def test_a_rank_that_does_not_answer_is_named(service: StartService) -> None:
     control = service()
     answer = control.flip("prefill", "normal")

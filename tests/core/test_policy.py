@@ -84,6 +84,21 @@ def test_capture_passes_over_a_mode_that_cannot_be_captured():
     assert decide(situation(capture=True)).mode is D
 
 
+@pytest.mark.parametrize(
+    "case, why",
+    [
+        (situation(), None),
+        (situation(wish=D), None),
+        (situation(capacity={N: 4096, D: 64}), "capacity"),
+        (situation(capacity={N: 4096}), "absent"),
+        (situation(Role.UNIFIED, Forward.VERIFY, tokens=768, capacity={L: 512, H: 512, D: 4096}), "capacity"),
+        (situation(nodes=2, capture=True, capacity={H: 64, N: 4096}, tokens=32), None),
+    ],
+)
+def test_a_second_choice_says_why(case, why):
+    assert decide(case).fallback == why
+
+
 @pytest.mark.parametrize("mode", Mode)
 def test_a_wish_of_the_roles_own_modes_is_granted(mode):
     role = Role.PREFILL if mode in modes_of(Family.PREFILL) else Role.DECODE

@@ -81,18 +81,18 @@ SHAPES: list[tuple[int, dict[str, Any]]] = [
     SHAPES,
     ids=lambda v: "-".join(map(str, v.values())) if isinstance(v, dict) else str(v),
 )
-def test_three_hundred_random_steps(ranks: Any, size: int, arguments: dict[str, Any]) -> None:
+def test_three_hundred_random_steps(
+    ranks: Any, fabric: str, size: int, arguments: dict[str, Any]
+) -> None:
+    if fabric == "nvshmem" and size not in (2, 4, 8):
+        pytest.skip("a GPU is shared by 1, 2, 4 or 8 processes")
     steps = STEPS if size <= 4 else STEPS // 2  # more processes than cores
-    found = ranks(size).run(sequence, size, steps, timeout=250, **arguments)
+    if fabric == "emulated":
+        steps //= 3
+    found = ranks(size, fabric).run(sequence, size, steps, timeout=280, **arguments)
     assert all(done == found[0] for done in found)
-    assert set(found[0]) == set(modes("host")) and sum(found[0].values()) >= steps
+    assert set(found[0]) == set(modes(fabric)) and sum(found[0].values()) >= steps
     assert min(found[0].values()) >= steps // 10, "every mode had its part"
-
-
-@pytest.mark.gpu
-def test_random_steps_on_the_gpu(ranks: Any) -> None:
-    found = ranks(2, "nvshmem").run(sequence, 0, 200, timeout=280)
-    assert sum(found[0].values()) >= 200
 
 
 def poisoned(world: World) -> None:

@@ -76,7 +76,7 @@ def counted(world: World, gpus: int, form: str, payload: str) -> dict[str, Any]:
         for mode in modes(world.fabric):
             case = cases(world.size)[mode]
             for _ in range(2):
-                Round(world, buffer, case, mode, payload=payload).run()
+                Round(world, buffer, case, mode, layout="masked", payload=payload).run()
         found: dict[str, Any] = buffer.stats()
         return found
 
@@ -96,12 +96,17 @@ def cases(size: int) -> dict[str, oracle.Case]:
 
 @pytest.mark.parametrize("form", ["per_rank", "per_expert"])
 @pytest.mark.parametrize("size,gpus", TOPOLOGIES, ids=[f"{r}ranks-{g}" for r, g in TOPOLOGIES])
-def test_copies_equal_the_analytic_numbers(ranks: Any, size: int, gpus: int, form: str) -> None:
+def test_copies_equal_the_analytic_numbers(
+    ranks: Any, fabric: str, size: int, gpus: int, form: str
+) -> None:
+    if fabric == "nvshmem" and size not in (1, 4, 8):
+        pytest.skip("a GPU is shared by 1, 2, 4 or 8 processes")
     payload, wire = ("bf16", Payload.BF16) if form == "per_rank" else ("fp8", Payload.FP8)
     record = layout.record(wire, 256, 4).bytes
-    everyone = ranks(size).run(counted, gpus, form, payload)
+    everyone = ranks(size, fabric).run(counted, gpus, form, payload)
     crossed = 0
-    for mode, case in cases(size).items():
+    for mode in modes(fabric):
+        case = cases(size)[mode]
         how = {"gpus": gpus, "hops": mode in ("normal", "hybrid")}
         how["per_expert"] = mode == "low_latency" and form == "per_expert"
         sent, back = copies(case, **how), answers(case, **how)

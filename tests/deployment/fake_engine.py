@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Stands for `vllm` and `vllm-router`: the same flags, health and status routes, processes and shared memory, no model.
 
-FAKE_DIES makes the engine of that role end while loading.
+FAKE_DIES makes the engine of that role end while loading, FAKE_LOADS_S lets it load that long, FAKE_SHUTS_DOWN lets it end
+with status 0 when a rank has died. A prompt of more than 100 words is refused as vLLM refuses one that is too long.
 """
 
 import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,11 +30,15 @@ def serve(port: int, answers: dict[str, Any]) -> None:
             if self.path == "/flip/prepare":  # every rank of a fake engine agrees at once
                 flip = {"agreed_token": body["token"], "agreed_epoch": 3, "flips": 1}
                 answers["/status"].update(mode_desired=body["mode"], mode_executed=body["mode"], flip=flip)
+            words = body["messages"][0]["content"].split() if "messages" in body else []
+            if len(words) > 100:
+                error = {"message": f"This model's maximum context length is 100 tokens, you asked for {len(words)}."}
+                return self.reply({"error": error}, 400)
             self.reply({"choices": [{"message": {"content": "fine"}, "token_ids": [1, 2]}]})
 
-        def reply(self, content: object) -> None:
+        def reply(self, content: object, status: int = 200) -> None:
             body = json.dumps(content).encode()
-            self.send_response(404 if content is None else 200)
+            self.send_response(404 if content is None else status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -53,23 +59,42 @@ def serve_rank(settings: dict[str, object], rank: int, ranks: int) -> None:
     serve(int(str(settings["agent_port"])) + rank, {"/status": status})
 
 
+def end_with(processes: list[multiprocessing.Process]) -> None:
+    """As vLLM's API server does: says which engine core died, and ends with status 0."""
+    sentinels = [process.sentinel for process in processes]
+    dead = sentinels.index(multiprocessing.connection.wait(sentinels)[0])
+    print(
+        f"(APIServer pid={os.getpid()}) ERROR 11-29 10:00:00 [utils.py:601] "
+        f"Engine core process EngineCore_DP{dead} died unexpectedly."
+    )
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def main() -> None:
     if Path(sys.argv[0]).name == "vllm-router":
         serve(int(flag("--port")), {"/health": {}})
+    if sys.argv[1] == "-c":  # asked, as a Python, for the versions of SGLang and ep-backend
+        print("0.5.23 0.1.0")
+        return
     settings = json.loads(Path(os.environ["EP_BACKEND_SETTINGS"]).read_text())
     if os.environ.get("FAKE_DIES") == settings["role"]:
         print("INFO loading", "ValueError: the weights are not there", "INFO bye", sep="\n")
         sys.exit(3)
     shared = multiprocessing.shared_memory.SharedMemory(create=True, size=4096, name=f"fake_{os.getpid()}")
-    ranks = int(flag("--data-parallel-size"))
-    for rank in range(ranks):
-        multiprocessing.Process(target=serve_rank, args=(settings, rank, ranks)).start()
-    time.sleep(0.5)
+    ranks = int(flag("--tp-size" if "sglang.launch_server" in sys.argv else "--data-parallel-size"))
+    processes = [multiprocessing.Process(target=serve_rank, args=(settings, rank, ranks)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    if "FAKE_SHUTS_DOWN" in os.environ:
+        threading.Thread(target=end_with, args=(processes,), daemon=True).start()
+    time.sleep(float(os.environ.get("FAKE_LOADS_S", "0.5")))
     print("INFO serving", shared.name, flush=True)
     serve(int(flag("--port")), {"/health": {}})
 
 
 if __name__ == "__main__":
+    import multiprocessing.connection
     import multiprocessing.shared_memory
 
     main()

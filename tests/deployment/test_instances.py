@@ -34,6 +34,25 @@ def test_a_pair_and_its_router(write_file: Callable[..., Path], tmp_path: Path) 
     assert router.command[router.command.index("--prefill") + 1] + "/health" == prefill.health
 
 
+def test_admin_routes_where_graphs_hold_the_mode_and_only_this_machine_reaches_them(
+    write_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    def open_roles(*replacements: tuple[str, str]) -> list[str]:
+        engines = engine_instances(load(write_file(*replacements)).deployment, tmp_path / "run")
+        return [engine.name for engine in engines if engine.env.get("VLLM_SERVER_DEV_MODE") == "1"]
+
+    assert open_roles() == ["decode"]  # prefill's all-to-all runs outside graphs
+    assert open_roles(("args: {max-num-batched-tokens: 256", "args: {enforce-eager: true, max-num-batched-tokens: 256")) == []
+    text = write_file().read_text()
+    unified = text[: text.index("  prefill:")] + text[text.index("  decode:") :].replace("decode:", "unified:")
+    (tmp_path / "deployment.yaml").write_text(unified)
+    (engine,) = engine_instances(load(tmp_path / "deployment.yaml").deployment, tmp_path / "run")
+    assert engine.env["VLLM_SERVER_DEV_MODE"] == "1"
+    (tmp_path / "deployment.yaml").write_text(unified.replace("router: {", "router: {host: 0.0.0.0, "))
+    (engine,) = engine_instances(load(tmp_path / "deployment.yaml").deployment, tmp_path / "run")
+    assert "VLLM_SERVER_DEV_MODE" not in engine.env
+
+
 def test_a_role_on_two_nodes_is_two_launches(write_file: Callable[..., Path], tmp_path: Path) -> None:
     replacements = ("{device: cuda}", "{device: cuda, nodes: 2}"), ("data_parallel: 2", "data_parallel: 4\n    nodes: 2")
     deployment = load(write_file(*replacements)).deployment

@@ -98,6 +98,12 @@ def test_text_names_place_code_why_and_fix() -> None:
     assert count == "1 error(s), 0 warning(s)"
 
 
+def test_a_file_that_is_not_there_is_no_fault_of_its_yaml(tmp_path: Path) -> None:
+    first, why, fix, _ = RENDER["text"](findings_of(tmp_path / "none.yaml")).splitlines()
+    assert first.endswith("none.yaml:1:1: error EP005: cannot be read: No such file or directory")
+    assert (why, fix) == ("    why: Nothing was checked.", "    fix: give the path of a deployment file")
+
+
 def test_json_has_one_object_a_finding() -> None:
     (row,) = json.loads(RENDER["json"](findings_of(BROKEN / "direct_across_nodes.yaml")))
     assert row["code"] == "EP203"

@@ -51,6 +51,11 @@ FAULTS = {
         ("mode: direct", "mode: fast"),
         "7:10: roles.prefill.ep.mode: input should be 'auto', 'normal', 'direct', ",
     ),
+    "misspelt mode": (
+        ("mode: low_latency", "mode: low_latncy"),
+        "11:10: roles.decode.ep.mode: input should be 'auto', 'normal', 'direct', 'low_latency' or 'hybrid'; "
+        "did you mean `low_latency`? [EP004]",
+    ),
     "mode of the other family": (
         ("mode: direct", "mode: hybrid"),
         "7:10: roles.prefill.ep.mode: is hybrid, must be one of normal, direct, auto for the prefill role",
@@ -81,7 +86,15 @@ FAULTS = {
     ),
     "tensor parallel only": (
         ("data_parallel: 2", "data_parallel: 1"),
-        "roles.prefill.data_parallel: is 1, must be above 1: with tensor parallelism alone vLLM calls no all-to-all backend",
+        "roles.prefill.data_parallel: is 1, must be above 1: with tensor parallelism alone vLLM calls no all-to-all backend"
+        "; set data_parallel to the role's number of GPUs, 2 or more",
+    ),
+    "tensor parallel with the GPUs of data parallel": (
+        (
+            "data_parallel: 2\n    ep: {mode: direct, max_tokens: 1024}\n    args: {",
+            "data_parallel: 1\n    ep: {mode: direct, max_tokens: 1024}\n    args: {tensor_parallel_size: 4, ",
+        ),
+        "calls no all-to-all backend; set data_parallel: 4 and remove args.tensor_parallel_size",
     ),
     "virtual nodes of unequal size": (
         ("max_tokens: 1024", "max_tokens: 1024, gpus_per_node: 3"),

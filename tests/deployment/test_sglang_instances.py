@@ -12,7 +12,9 @@ from ep_backend.deployment import interpreters
 from ep_backend.deployment.checks import check_startable
 from ep_backend.deployment.flags import engine_flags
 from ep_backend.deployment.instances import Instance, engine_instances, router_instance
+from ep_backend.deployment.lint.parser import check_with_engine
 from ep_backend.deployment.load import load
+from ep_backend.deployment.logs import last_errors, last_line
 from ep_backend.deployment.schema import Deployment
 from ep_backend.modes import Mode
 
@@ -97,6 +99,8 @@ def test_a_role_on_two_nodes_is_two_launches(unified: Callable[..., Deployment],
         ("data_parallel: 2", "data_parallel: 4\n    nodes: 2"),
         ("chunked-prefill-size: 2048", "chunked-prefill-size: 4096"),
     )
+    (problem,) = check_startable(deployment)
+    assert problem.place == ("roles", "unified", "nodes") and "wants the same ports" in problem.what
     head, second = engine_instances(deployment, tmp_path / "run")
     assert head.health is not None and second.health is None
     assert [value(launch, "--node-rank") for launch in (head, second)] == ["0", "1"]
@@ -154,3 +158,29 @@ def test_no_python_of_sglang_is_told_before_loading(
     (problem,) = check_startable(deployment)
     assert problem.place == ("roles", "unified", "engine") and said in problem.what
     assert "name its Python in EP_SGLANG_PYTHON" in problem.fix
+
+
+def test_lint_asks_the_parser_in_sglangs_environment(
+    unified: Callable[..., Deployment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tmp_path / "asked"
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ncat > {asked}\necho 'sglang serve: error: no such chunk' >&2\nexit 2\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(interpreters, "sglang", lambda: (str(python), "0.5.23"))
+    (problem,) = check_with_engine(unified())
+    assert problem.place == ("roles", "unified", "args")
+    assert problem.what == "sglang 0.5.23 refuses: sglang serve: error: no such chunk"
+    assert json.loads(asked.read_text()) == ["--chunked-prefill-size", "2048"]
+
+
+def test_errors_in_a_log_of_sglang(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "[2026-11-29 10:00:01] The server is fired up and ready to roll!\n"
+        "[2026-11-29 10:00:02 DP1 TP1 EP1] TimeoutError: rank 0 waited 5 s for rank 1\n"
+        "Traceback (most recent call last):\n  File x\n"
+        "[2026-11-29 10:00:03 DP0 TP0 EP0] Prefill batch, #new-seq: 1\n"
+    )
+    assert last_errors(log) == ["TimeoutError: rank 0 waited 5 s for rank 1"]
+    assert last_line(log) == "Prefill batch, #new-seq: 1"

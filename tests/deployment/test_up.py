@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -107,6 +108,48 @@ def test_ctrl_c_while_loading_leaves_nothing(workplace: Workplace) -> None:
     assert_nothing_left(workplace, leaders)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_a_waiting_up_stops_what_it_started(workplace: Workplace, number: signal.Signals) -> None:
+    child = workplace.start("up", str(workplace.file), "--detach", FAKE_LOADS_S="60")
+    state = workplace.folder / ".ep" / "run" / workplace.folder.name / "state.json"
+    wait_until(lambda: state.exists() and len(instances(workplace)) == 2)
+    leaders = sessions(workplace)
+    child.send_signal(number)
+    output, _ = child.communicate(timeout=60)
+    assert child.returncode == 128 + number
+    assert f"{number.name} came before {workplace.folder.name} served; it is stopped" in output
+    assert_nothing_left(workplace, leaders)
+    assert not state.exists()
+
+
+def test_status_of_what_still_starts(workplace: Workplace) -> None:
+    child = workplace.start("up", str(workplace.file), FAKE_LOADS_S="60")
+    state = workplace.folder / ".ep" / "run" / workplace.folder.name / "state.json"
+    wait_until(lambda: state.exists() and len(instances(workplace)) == 2)
+    code, output = workplace.run("status", str(workplace.file))
+    assert code == 0, output
+    assert re.search(r"decode: starting for \d+ s", output)
+    assert "Connect" not in output
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=60)
+
+
+def test_up_prints_what_lint_doubts(workplace: Workplace) -> None:
+    text = workplace.file.read_text()
+    workplace.file.write_text(text.replace("max-num-seqs: 8", "max-num-seq: 8"))
+    code, output = workplace.run("up", str(workplace.file), "--detach")
+    assert code == 0, output
+    assert "warning: " in output
+    assert "roles.prefill.args.max-num-seq: is short for max-num-seqs; write max-num-seqs [EP307]" in output
+
+
+def test_ask_gives_the_engines_own_words(workplace: Workplace) -> None:
+    assert workplace.run("up", str(workplace.file), "--detach")[0] == 0
+    code, output = workplace.run("ask", str(workplace.file), "word " * 200)
+    assert code == 1
+    assert "This model's maximum context length is 100 tokens, you asked for 200." in output
+
+
 def test_a_dead_rank_takes_all_down_and_is_named(workplace: Workplace) -> None:
     child = start_foreground(workplace)
     leaders = sessions(workplace)
@@ -115,10 +158,22 @@ def test_a_dead_rank_takes_all_down_and_is_named(workplace: Workplace) -> None:
     os.kill(rank, signal.SIGKILL)
     output, _ = child.communicate(timeout=60)
     assert child.returncode == 1
-    assert f"decode lost a rank (process {rank} is gone)" in output
+    assert f"decode lost rank 0 (process {rank} was ended by SIGKILL)" in output
     assert "decode.log ends with" in output
     assert_nothing_left(workplace, leaders)
     assert workplace.run("up", str(workplace.file), "--detach")[0] == 0
+
+
+def test_an_engine_that_shuts_down_after_losing_a_rank_is_not_just_status_0(workplace: Workplace) -> None:
+    child = workplace.start("up", str(workplace.file), FAKE_SHUTS_DOWN="1")
+    wait_until(lambda: is_ready(workplace))
+    _, output = workplace.run("status", str(workplace.file), "--json")
+    rank = next(role["ranks"][1]["pid"] for role in json.loads(output)["roles"] if role["role"] == "decode")
+    os.kill(rank, signal.SIGKILL)
+    output, _ = child.communicate(timeout=60)
+    assert child.returncode == 1
+    assert f"decode lost rank 1 (process {rank} " in output
+    assert "Engine core process EngineCore_DP1 died unexpectedly." in output
 
 
 def test_a_killed_instance_takes_all_down_and_is_named(workplace: Workplace) -> None:

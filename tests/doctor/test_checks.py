@@ -31,6 +31,8 @@ NEED = Need(
 ROCE = replace(NEED, words=NEED.words | {"roce"}, env={"NVSHMEM_IB_GID_INDEX": "3"})
 EFA = replace(NEED, words=NEED.words | {"efa"})
 
+SGLANG = replace(NEED, engines=("sglang",))
+
 Change = Callable[[Tree], object]
 
 
@@ -103,8 +105,9 @@ def all_with_driver(driver: str, *which: int) -> Change:
     return change
 
 
-def docker_shm(tree: Tree) -> None:
-    tree.commands["df -Pk"] = "Filesystem 1024-blocks Used Available Capacity Mounted on\nshm 65536 0 65536 0% /dev/shm\n"
+def sglang_elsewhere(tree: Tree) -> None:
+    tree.env["EP_SGLANG_PYTHON"] = "/opt/sglang/python"
+    tree.commands["/opt/sglang/python -c"] = "0.5.23+cpu 0.1.0\n"
 
 
 def df(size: int, free: int) -> Change:
@@ -148,6 +151,10 @@ CASES: list[tuple[str, Change, str, str, str, Need]] = [
         ("torch_pin", versions(torch="2.14.1"), "warn", "pins 2.14.0", "torch==2.14.0"),
         ("torch_pin", versions(torch=None), "skip", "torch is not installed", ""),
         ("plugin", lambda tree: tree.entry_points.clear(), "fail", "has no ep_backend", "pip install"),
+        ("plugin", env(EP_SGLANG_PYTHON="/opt/sglang/python"), "skip", "no engine in this", "", SGLANG),
+        ("engine", sglang_elsewhere, "pass", "sglang 0.5.23", "", SGLANG),
+        ("engine", env(EP_SGLANG_PYTHON="/opt/sglang/python"), "skip", "python cannot be run", "", SGLANG),
+        ("torch_pin", sglang_elsewhere, "skip", "environment of its own", "", SGLANG),
         ("plugin", env(VLLM_PLUGINS="lora"), "fail", "VLLM_PLUGINS=lora", "VLLM_PLUGINS=lora,ep_backend"),
         ("plugin", env(VLLM_PLUGINS="lora,ep_backend"), "pass", "", ""),
         ("images", gpus(cap="10.3"), "fail", "sm_103; kernels for sm_90", "EP_CUDA=1"),
@@ -270,6 +277,8 @@ CASES: list[tuple[str, Change, str, str, str, Need]] = [
             *("ibgda", files('EnableStreamMemOPs: 0\nRegistryDwords: ""\n', "/proc/driver/nvidia/params"), "warn"),
             *("PeerMappingOverride not set", "modprobe.d"),
         ),
+        ("gpudirect", gone("/sys/module/nvidia_peermem", "/proc/driver/nvidia/version"), "skip", "cannot be read", ""),
+        ("ports", gone("/sys/class/infiniband"), "skip", "nothing in", ""),
         ("ibgda", env(NVSHMEM_REMOTE_TRANSPORT="none"), "fail", "=none", "unset"),
         ("gdrcopy", gone("/sys/module/gdrdrv"), "warn", "not loaded", "modprobe gdrdrv"),
         ("gdrcopy", gone("/dev/gdrdrv"), "warn", "not here", "NVIDIA_GDRCOPY=enabled"),

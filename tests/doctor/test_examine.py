@@ -41,11 +41,11 @@ def need_of(name: str, role: RoleName | None) -> Need:
 @pytest.mark.parametrize(
     "file, role, words, ranks",
     [
-        ("local-cpu.yaml", None, {"cpu", "vllm"}, 4),
-        ("local-cpu.yaml", "decode", {"cpu", "vllm"}, 2),
-        ("gpt-oss-120b-h200x4.yaml", "unified", {"gpu", "gpus", "vllm"}, 4),
-        ("deepseek-v3-h800-ep128.yaml", "decode", {"gpu", "gpus", "vllm", "remote", "nodes"}, 8),
-        ("kimi-k2-gb200-nvl72.yaml", "decode", {"gpu", "gpus", "domain", "nodes", "vllm"}, 4),
+        ("local-cpu.yaml", None, {"cpu"}, 4),
+        ("local-cpu.yaml", "decode", {"cpu"}, 2),
+        ("gpt-oss-120b-h200x4.yaml", "unified", {"gpu", "gpus"}, 4),
+        ("deepseek-v3-h800-ep128.yaml", "decode", {"gpu", "gpus", "remote", "nodes"}, 8),
+        ("kimi-k2-gb200-nvl72.yaml", "decode", {"gpu", "gpus", "domain", "nodes"}, 4),
     ],
 )
 def test_words_follow_from_role_and_topology(file: str, role: RoleName | None, words: set[str], ranks: int) -> None:
@@ -87,7 +87,7 @@ def test_an_unknown_role_is_refused_with_those_that_are_there() -> None:
 
 
 def test_without_a_file_the_hardware_says_what_to_check(tree: Tree, tmp_path: Path) -> None:
-    assert of_host(tree.host()).words == {"gpu", "gpus", "domain", "remote", "nodes", "vllm"}
+    assert of_host(tree.host()).words == {"gpu", "gpus", "domain", "remote", "nodes"}
     tree.write("/sys/class/infiniband/mlx5_0/ports/1/link_layer", "Ethernet")
     assert "roce" in of_host(tree.host()).words
     bare = Tree(tmp_path / "bare", tmp_path / "none")

@@ -86,7 +86,7 @@ def test_a_pair_serves_survives_misuse_and_a_dead_rank_ends_it(served: Served, u
     while (failed := read_state(state.name)) is None or failed.phase != "failed":
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    assert f"decode lost a rank (process {victim} is gone)" in (failed.error or "")
+    assert f"decode lost rank 1 (process {victim} " in (failed.error or "")
     assert session_members(leaders) == []
     assert [file for file in shared if file.exists()] == []
 

@@ -31,7 +31,7 @@ def table(engine: str, version: str | None) -> Table:
 
 @cache
 def replaced(engine: str) -> dict[str, dict[str, str]]:
-    """Removed and renamed flags and variables of an engine, with what to write instead."""
+    """Removed and renamed flags, values and variables of an engine, with what to write instead."""
     text = files(__name__).joinpath("replaced.toml").read_text(encoding="utf-8")
     tables: dict[str, dict[str, dict[str, str]]] = tomllib.loads(text)
     return tables[engine]

@@ -1,13 +1,15 @@
 """Rules on engine flags, environment variables and package versions."""
 
-import difflib
 import re
 from collections.abc import Iterable, Iterator
+
+from pydantic import JsonValue
 
 from ep_backend.deployment.engines import NVSHMEM_BUILT, SUPPORTED, installed, number, replaced, table
 from ep_backend.deployment.engines.extract import Table
 from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
+from ep_backend.errors import did_you_mean
 
 # Flags that this file's own keys decide.
 OWNED_FLAGS = {
@@ -70,6 +72,8 @@ def check_flags(view: RoleView) -> Iterator[Problem]:
             if value is False and flag in flags and f"no-{flag}" not in flags:
                 what = f"is false, and {_name(known)} has no --no-{flag}"
                 yield problem("EP308", place, what, "leave it out: it is off unless it is given")
+            if gone := _value_gone(known, flag, value):
+                yield problem("EP302", place, f"is {value}, which is gone from {_name(known)}", f"write {gone}")
             continue
         longer = sorted(name for name in flags if name.startswith(flag))
         if flag in old:
@@ -80,6 +84,12 @@ def check_flags(view: RoleView) -> Iterator[Problem]:
             yield problem("EP307", place, f"is short for {longer[0]}", f"write {longer[0]}")
         else:
             yield problem("EP301", place, f"is no flag of {_name(known)}", _suggest(flag, flags, "remove it"))
+
+
+def _value_gone(known: Table, flag: str, value: JsonValue) -> str | None:
+    """What to write where this version does not take the value any more."""
+    since, _, instead = replaced(known.name).get("values", {}).get(f"{flag}={value}", "").partition(": ")
+    return instead if instead and number(known.version) >= number(since) else None
 
 
 def check_env(view: RoleView) -> Iterator[Problem]:
@@ -164,5 +174,4 @@ def _flag(key: str) -> str:
 
 
 def _suggest(name: str, known: Iterable[str], otherwise: str) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    return f"did you mean `{close[0]}`?" if close else otherwise
+    return did_you_mean(name, known, otherwise, cutoff=0.75)

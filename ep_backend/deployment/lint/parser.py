@@ -5,10 +5,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+from ep_backend.deployment import interpreters
 from ep_backend.deployment.engines import installed
 from ep_backend.deployment.lint.view import RoleView, problem, views
 from ep_backend.deployment.problems import Problem
-from ep_backend.deployment.schema import Deployment
+from ep_backend.deployment.schema import Deployment, Engine
 from ep_backend.deployment.words import flag_words
 
 # Reads words from stdin and ends as the engine's own command line would.
@@ -41,18 +42,30 @@ TIMEOUT_S = 300
 def check_with_engine(deployment: Deployment) -> Iterator[Problem]:
     """What the parser says of each role whose engine is installed here."""
     for view in views(deployment):
-        if installed(view.role.engine) is not None and (complaint := _complaint(view)):
+        found = _python_of(view.role.engine)
+        if found is not None and (complaint := _complaint(view, *found)):
             yield problem("EP306", (*view.place, "args"), complaint, "correct the flag")
 
 
-def _complaint(view: RoleView) -> str | None:
+def _python_of(engine: Engine) -> tuple[str, str] | None:
+    """The Python that has the engine, and the engine's version."""
+    if engine == "vllm":
+        version = installed(engine)
+        return (sys.executable, version) if version is not None else None
+    try:
+        return interpreters.sglang()
+    except interpreters.NoInterpreter:
+        return None
+
+
+def _complaint(view: RoleView, python: str, version: str) -> str | None:
     engine = view.role.engine
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAMS[engine]],
+        [python, "-P", "-c", PROGRAMS[engine]],
         input=json.dumps(flag_words(view.role.flags)),
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
     )
     last = done.stderr.strip().splitlines()[-1:] or ["it ended without a word"]
-    return f"{engine} {installed(engine)} refuses: {last[0]}" if done.returncode else None
+    return f"{engine} {version} refuses: {last[0]}" if done.returncode else None

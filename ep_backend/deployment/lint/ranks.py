@@ -51,7 +51,7 @@ def check_parallel(view: RoleView) -> Iterator[Problem]:
             "EP116",
             (*place, "data_parallel"),
             "is 1, must be above 1: with tensor parallelism alone vLLM calls no all-to-all backend",
-            "raise data_parallel and lower tensor-parallel-size",
+            _parallel_fix(view),
         )
     if role.nodes > view.deployment.topology.nodes:
         what = f"is {role.nodes}, but topology.nodes is {view.deployment.topology.nodes}"
@@ -71,6 +71,16 @@ def check_parallel(view: RoleView) -> Iterator[Problem]:
             yield problem("EP112", at, f"is {per_node}, must divide the {size} EP ranks", "use a divisor")
         else:
             yield problem("EP112", at, f"gives {size} EP ranks, no multiple of an NVLink domain", "use whole domains")
+
+
+def _parallel_fix(view: RoleView) -> str:
+    """Attention ranks in place of tensor-parallel ones, where there are such; else one a GPU."""
+    tensor_parallel = view.role.number("tensor-parallel-size", "tp-size", "tp")
+    if tensor_parallel and tensor_parallel > 1:
+        key = view.flag_place("tensor-parallel-size", "tp-size", "tp")[-1]
+        return f"set data_parallel: {tensor_parallel} and remove args.{key}"
+    what = "ranks" if view.deployment.topology.device == "cpu" else "GPUs"
+    return f"set data_parallel to the role's number of {what}, 2 or more"
 
 
 def check_experts(view: RoleView) -> Iterator[Problem]:

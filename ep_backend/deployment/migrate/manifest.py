@@ -54,8 +54,10 @@ def read(text: str, pods: Pods) -> list[Launch]:
         if document["kind"] == "LeaderWorkerSet":
             found.append(_group(spec, [name], pods))
         else:
-            roles = [_mapping(role) for role in spec.get("roles") or []]
+            roles = [_mapping(role) for role in _list(spec.get("roles"))]
             found += [_group(_mapping(role.get("spec")), [name, str(role.get("name", ""))], pods) for role in roles]
+    if not found:
+        raise Unmovable(f"{known[0].get('kind')} has no roles, must have some under spec.roles; give a whole manifest")
     return found
 
 
@@ -91,10 +93,10 @@ def _pod(template: Mapping[str, Any], size: int, index: int) -> tuple[Launch, Ma
     """The first launch in a pod's containers, with the pod's specification and the container."""
     pod = _mapping(template.get("spec"))
     injected = {"LWS_GROUP_SIZE": str(size), "LWS_WORKER_INDEX": str(index), "LWS_LEADER_ADDRESS": "$LWS_LEADER_ADDRESS"}
-    for container in map(_mapping, pod.get("containers") or []):
-        entries = [_mapping(entry) for entry in container.get("env") or []]
+    for container in map(_mapping, _list(pod.get("containers"))):
+        entries = [_mapping(entry) for entry in _list(container.get("env"))]
         env = {str(entry.get("name")): str(entry["value"]) for entry in entries if "value" in entry}
-        words = [str(word) for word in [*(container.get("command") or []), *(container.get("args") or [])]]
+        words = [str(word) for word in [*_list(container.get("command")), *_list(container.get("args"))]]
         known = env | injected
         words = [_expanded(word, known) for word in words]
         for launch in launches(list(_commands(words, known))):
@@ -137,19 +139,20 @@ def _granted(pod: Mapping[str, Any], container: Mapping[str, Any], launch: Launc
     limits = _mapping(_mapping(container.get("resources")).get("limits"))
     pods.rdma |= {name: int(count) for name, count in limits.items() if name not in PLAIN_LIMITS and str(count).isdigit()}
     security = _mapping(container.get("securityContext"))
-    added = _mapping(security.get("capabilities")).get("add") or []
+    added = map(str, _list(_mapping(security.get("capabilities")).get("add")))
     pods.capabilities += [each for each in added if each not in pods.capabilities]
     pods.host_network = pods.host_network or bool(pod.get("hostNetwork"))
 
     def left_out(what: str, why: str) -> None:
         pods.notes.append(Note("left out", where, what, "", why))
 
-    volumes = {str(volume.get("name")): volume for volume in map(_mapping, pod.get("volumes") or [])}
-    for mount in map(_mapping, container.get("volumeMounts") or []):
+    volumes = {str(volume.get("name")): volume for volume in map(_mapping, _list(pod.get("volumes")))}
+    for mount in map(_mapping, _list(container.get("volumeMounts"))):
         volume, path = volumes.get(str(mount.get("name")), {}), str(mount.get("mountPath"))
         host = _mapping(volume.get("hostPath")).get("path")
         if path == "/dev/shm":
-            pods.shm = _mapping(volume.get("emptyDir")).get("sizeLimit") or pods.shm
+            limit = _mapping(volume.get("emptyDir")).get("sizeLimit")
+            pods.shm = str(limit) if limit else pods.shm
         elif path == launch.flags.get("model-path") and isinstance(host, str):
             pods.notes.append(
                 Note("changed", where, f"model {path}", host, "the folder on the nodes, mounted under its own name")
@@ -157,15 +160,19 @@ def _granted(pod: Mapping[str, Any], container: Mapping[str, Any], launch: Launc
             launch.flags["model-path"] = host
         elif path != "/dev/infiniband":
             left_out(f"volume at {path}", "add it to the rendered manifest, for instance with kustomize")
-    for entry in map(_mapping, container.get("env") or []):
+    for entry in map(_mapping, _list(container.get("env"))):
         if "valueFrom" in entry and not str(entry.get("name")).startswith("LWS_"):
             left_out(f"variable {entry.get('name')}", "its value comes from elsewhere; add it with kustomize")
     if security.get("privileged"):
         left_out("privileged: true", "IPC_LOCK and the RDMA resource are enough")
     for key in sorted(set(pod) - READ):
         left_out(key, "of the cluster, not of the engine; add it with kustomize")
-    if len(pod.get("containers") or []) > 1:
+    if len(_list(pod.get("containers"))) > 1:
         left_out("further containers", "the rendered router takes a sidecar's place; add others with kustomize")
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -1,13 +1,14 @@
 """A launch in this package's words: which of its flags the file's own keys say, and which stay the engine's."""
 
+import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import JsonValue
 
 from ep_backend.deployment.migrate.launches import Engine, Launch
 from ep_backend.deployment.migrate.notes import Kind, Note, Unmovable
-from ep_backend.deployment.schema import RoleName
+from ep_backend.deployment.schema import HOST, ModeName, RoleName
 
 # Their values are where something runs, which is decided where it is started.
 PLACES = {
@@ -27,7 +28,6 @@ CAPACITY = {
     "sglang": ("SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"),
     "vllm": (),
 }
-MODES = {"normal": "normal", "low_latency": "low_latency", "direct": "direct", "hybrid": "hybrid"}
 VLLM_MODES = {"deepep_high_throughput": "normal", "deepep_low_latency": "low_latency"}
 
 
@@ -71,7 +71,8 @@ def draft(launch: Launch, role: RoleName | None) -> Draft:
     served = flags.pop("served-model-name", None)
     made.served = str(served[0] if isinstance(served, list) else served) if served is not None else None
     host, port = flags.get("host"), flags.get("port")
-    made.listens = (host if isinstance(host, str) and "$" not in host else None, port if isinstance(port, int) else None)
+    named = isinstance(host, str) and re.fullmatch(HOST, host)
+    made.listens = (str(host) if named else None, port if isinstance(port, int) else None)
     for flag in PLACES[launch.engine]:
         if flag in flags and not (name == "unified" and flag in ("host", "port") and flags[flag] in made.listens):
             made.note("left out", _spelt(flag, flags[flag]), "", "`up` and `render` set it where it is started")
@@ -114,8 +115,8 @@ def _sglang(made: Draft, flags: dict[str, JsonValue]) -> None:
     if any([flags.pop("enable-deepep-moe", False), flags.pop("enable-ep-moe", False)]) and backend is None:
         backend = "deepep"
     made.note("changed", f"MoE all-to-all {backend or 'none'}", "ep", "ep_backend takes its place")
-    wished = flags.pop("deepep-mode", None) or flags.pop("deepep-v2-mode", None)
-    made.ep["mode"] = MODES.get(str(wished), "auto")
+    wished = [flags.pop("deepep-mode", None), flags.pop("deepep-v2-mode", None)]
+    made.ep["mode"] = next((mode for mode in wished if mode in get_args(ModeName)), "auto")
     config = flags.pop("deepep-config", None)
     if isinstance(config, dict):
         dispatch = config.get("normal_dispatch")
@@ -191,6 +192,8 @@ def _role(launch: Launch, flags: dict[str, JsonValue], given: RoleName | None) -
     if given is not None:
         return given
     transfer = flags.get("kv-transfer-config")
+    if transfer is not None and not isinstance(transfer, dict):
+        raise Unmovable(f"--kv-transfer-config is {transfer!r}, must be a JSON object; quote it as '{{\"kv_connector\": ...}}'")
     part = transfer.get("kv_role") if isinstance(transfer, dict) else None
     if said in ("prefill", "decode"):
         return "prefill" if said == "prefill" else "decode"

@@ -16,8 +16,9 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 NAME = re.compile(r"\$([A-Za-z_]\w*)")
 REDIRECTION = re.compile(r"(?:\d+|&)?>>?\s*(?:&\d+|[^\s;&|<>]+)|<(?![<(])\s*[^\s;&|<>]+")
 # Blanks and a comment after the backslash would end the command; they stand in many recipes, and are meant to go on.
-CONTINUATION = re.compile(r"\\[ \t]*(?:#[^\n]*)?\n")
+CONTINUATION = re.compile(r"\\[ \t]*(?:#[^\n]*)?(?:\n|\Z)")
 QUOTED_CONTINUATION = re.compile(r"\\\n")
+HEREDOC = re.compile(r"<<(-?)[ \t]*(['\"]?)(\w+)\2")
 PLACEHOLDER = re.compile(r"<[A-Za-z][\w .-]*>")
 SEPARATORS = set(";&|()\n")
 SHELLS = ("sh", "bash", "/bin/sh", "/bin/bash", "/usr/bin/bash")
@@ -121,6 +122,7 @@ def _scan(text: str) -> tuple[list[tuple[int, str]], list[str]]:
     pieces: list[tuple[int, str]] = []
     expansions: list[str] = []
     piece, started, line, at, quote = "", 1, 1, 0, ""
+    documents: list[re.Pattern[str]] = []
     while at < len(text):
         char = text[at]
         if char == "\\" and quote != "'":
@@ -141,6 +143,14 @@ def _scan(text: str) -> tuple[list[tuple[int, str]], list[str]]:
         elif char == "#" and (not piece or piece[-1].isspace()):
             end = text.find("\n", at)
             at = len(text) if end < 0 else end
+        elif document := HEREDOC.match(text, at):
+            indent = r"\t*" if document[1] else ""
+            documents.append(re.compile(rf"\n{indent}{document[3]}(?=\n|\Z)"))
+            at = document.end()
+        elif char == "\n" and documents:
+            last = documents.pop(0).search(text, at)
+            past = last.end() if last else len(text)
+            line, at = line + text.count("\n", at, past), past
         elif placeholder := PLACEHOLDER.match(text, at):
             piece, at = piece + placeholder[0].replace(" ", "-"), placeholder.end()
         elif (not piece or not piece[-1].isalnum()) and (redirection := REDIRECTION.match(text, at)):

@@ -106,7 +106,8 @@ def _node_lines(deployment: Deployment, name: RoleName, role: Role) -> list[str]
     node = f"NODE=${{NODE:?is the number of this node, 0 for the leader, up to {last}}}" if last else "NODE=${NODE:-0}"
     return [
         f"# A node of {deployment.name}'s {name} role: `NODE=0 LEADER=HOST bash {LAUNCH}`. Nodes differ in NODE alone;",
-        "# LEADER is node 0 as the others reach it. ADDRESS: this node's own, default that of its route to the leader.",
+        "# LEADER is node 0 as the others reach it. ADDRESS: this node's own, default that of its route to the leader;",
+        "# LISTEN: where the leader takes requests.",
         'here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)',
         node,
         "LEADER=${LEADER:?is the name or address of node 0}",
@@ -162,4 +163,4 @@ def _sglang(deployment: Deployment, name: RoleName, role: Role, port: int, leade
 def _listen(deployment: Deployment, name: RoleName, port: int) -> str:
     """Clients ask a unified instance itself; of a pair, the router does, from another host."""
     host = deployment.router.host if name == "unified" else "0.0.0.0"
-    return f'--host "${{HOST:-{host}}}" --port {port}'
+    return f'--host "${{LISTEN:-{host}}}" --port {port}'

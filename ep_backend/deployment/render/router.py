@@ -11,7 +11,7 @@ def router_script(deployment: Deployment) -> str:
     router = deployment.router
     prefill, decode = f"http://$PREFILL:{FIRST_PORT['prefill']}", f"http://$DECODE:{FIRST_PORT['decode']}"
     common = [
-        f'--host "${{HOST:-{router.host}}}" --port {router.port} --policy round_robin',
+        f'--host "${{LISTEN:-{router.host}}}" --port {router.port} --policy round_robin',
         # A retry would repeat a request whose engine has just died, and hide that.
         f"--disable-retries --worker-startup-timeout-secs {startup_s(deployment)}",
     ]

@@ -48,7 +48,9 @@ def host_memory(host: Host, need: Need) -> Verdict:
         return skip(f"{text}; the buffer's size is not known, see `ep-backend lint`")
     heaps = need.heap_bytes or 0
     if need.ranks:
-        text = f"{text}; {need.ranks} ranks take about {_gib(ranks)}, heaps of the host fabric {_gib(heaps)}"
+        text = f"{text}; {need.ranks} ranks take about {_gib(ranks)}"
+    if heaps:
+        text = f"{text}, heaps of the host fabric {_gib(heaps)}"
     if heaps > free:
         return fail(text)
     return warn(text) if heaps + ranks > free else passed(text)

@@ -57,6 +57,8 @@ def nics(host: Host, need: Need) -> Verdict:
 
 def ports(host: Host, need: Need) -> Verdict:
     found = list(_ports(host))
+    if not found:
+        return skip(f"nothing in {CLASS}")
     up = [port for port in found if port.up]
     down = [f"{port.nic} {port.state}, {port.physical}" for port in found if not port.up]
     rates = Counter(port.rate for port in up)
@@ -159,7 +161,7 @@ def devx(host: Host, need: Need) -> Verdict:
 def gpudirect(host: Host, need: Need) -> Verdict:
     if found := [name for name in ("nvidia_peermem", "nv_peer_mem") if host.exists(f"/sys/module/{name}")]:
         return passed(f"module {found[0]}")
-    release, driver = host.read("/proc/sys/kernel/osrelease"), host.read_if("/proc/driver/nvidia/version") or ""
+    release, driver = host.read("/proc/sys/kernel/osrelease"), host.read("/proc/driver/nvidia/version")
     kernel = tuple(int(part) for part in re.findall(r"\d+", release)[:2])
     text = f"no nvidia_peermem; kernel {release}, {'open' if 'Open Kernel Module' in driver else 'closed'} NVIDIA modules"
     if kernel >= DMABUF_KERNEL and "Open Kernel Module" in driver:

@@ -1,16 +1,18 @@
 """Packages, libraries, kernels and variables that this backend and its engines bring."""
 
-import difflib
 import json
 import re
 import sys
 
 from ep_backend.deployment.engines import NVSHMEM_BUILT, SUPPORTED, number, table
+from ep_backend.deployment.interpreters import SGLANG_PYTHON, VERSIONS
 from ep_backend.deployment.lint.engine import NVSHMEM_PACKAGES
 from ep_backend.doctor.host import Host, Unknown
 from ep_backend.doctor.need import Need
 from ep_backend.doctor.result import Verdict, fail, passed, skip, warn
+from ep_backend.errors import did_you_mean
 
+PLUGINS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 PACKAGES = ("nvshmem4py-cu13", "cuda-core")
 # Loads the library as nvshmem4py does, in a process of its own, and says which file that was.
 WHICH_NVSHMEM = """
@@ -31,7 +33,7 @@ print(".".join(str(number.value) for number in numbers), path)
 def engine(host: Host, need: Need) -> Verdict:
     if not need.engines:
         return warn("neither vllm nor sglang is installed")
-    found = {name: host.version(name) for name in need.engines}
+    found = {name: _version(host, name) for name in need.engines}
     text = ", ".join(f"{name} {version or 'not installed'}" for name, version in found.items())
     if missing := [name for name, version in found.items() if version is None]:
         return fail(text, f"pip install {missing[0]}")
@@ -46,6 +48,8 @@ def engine(host: Host, need: Need) -> Verdict:
 
 def torch_pin(host: Host, need: Need) -> Verdict:
     torch = host.version("torch")
+    if elsewhere := [name for name in need.engines if _elsewhere(host, name)]:
+        return skip(f"{elsewhere[0]} has an environment of its own: {host.env[SGLANG_PYTHON]}")
     for name in need.engines:
         version = host.version(name)
         if version is None or torch is None:
@@ -59,16 +63,20 @@ def torch_pin(host: Host, need: Need) -> Verdict:
 
 
 def plugin(host: Host, need: Need) -> Verdict:
-    if "ep_backend" not in host.entry_points("vllm.general_plugins"):
-        return fail("vllm.general_plugins has no ep_backend")
+    groups = [PLUGINS[name] for name in need.engines if not _elsewhere(host, name)]
+    if not groups:
+        return skip("no engine in this environment")
+    for group in groups:
+        if "ep_backend" not in host.entry_points(group):
+            return fail(f"{group} has no ep_backend")
     env = {**host.env, **need.env}
     allowed = env.get("VLLM_PLUGINS")
-    if allowed is not None and "ep_backend" not in allowed.split(","):
+    if "vllm" in need.engines and allowed is not None and "ep_backend" not in allowed.split(","):
         return fail(
             f"VLLM_PLUGINS={allowed} keeps ep_backend out",
             f"export VLLM_PLUGINS={','.join(filter(None, [allowed, 'ep_backend']))}",
         )
-    return passed("vllm.general_plugins has ep_backend")
+    return passed(f"{', '.join(groups)}: ep_backend")
 
 
 def images(host: Host, need: Need) -> Verdict:
@@ -118,8 +126,7 @@ def variables(host: Host, need: Need) -> Verdict:
     known = table("nvshmem", None).env
     for key in env:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-            return warn(f"{key} is read by nothing", f"did you mean {close[0]}?" if close else f"unset {key}")
+            return warn(f"{key} is read by nothing", did_you_mean(key, known, f"unset {key}", cutoff=0.75))
     if "NVSHMEM_MAX_TEAMS" in env:
         return warn("NVSHMEM_MAX_TEAMS is set", "unset NVSHMEM_MAX_TEAMS")
     if env.get("NVSHMEM_DISABLE_P2P", "0").lower() in ("1", "true") and "gpus" in need.words:
@@ -131,6 +138,17 @@ def variables(host: Host, need: Need) -> Verdict:
         if given is None:
             return warn(f"NVSHMEM_SYMMETRIC_SIZE={size} is no size", "write bytes, or a number with K, M, G or T")
     return passed(f"{len(env)} NVSHMEM variables, all known" if env else "no NVSHMEM variable is set")
+
+
+def _elsewhere(host: Host, engine: str) -> bool:
+    """SGLang may run by a Python of its own, since it and vLLM pin different versions of torch."""
+    return engine == "sglang" and SGLANG_PYTHON in host.env
+
+
+def _version(host: Host, engine: str) -> str | None:
+    if not _elsewhere(host, engine):
+        return host.version(engine)
+    return host.say(host.env[SGLANG_PYTHON], "-c", VERSIONS).split()[0].split("+")[0]
 
 
 def _kernels(host: Host) -> set[str]:

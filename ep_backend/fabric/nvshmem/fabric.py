@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 OPS = ("dispatch", "combine")
 TIMEOUT, DISAGREE, ABORT, BAD_ID = 1, 2, 3, 4  # Fault of args.h
 REPEATS = 1 << 5  # kRepeats
-MODES = {Mode.DIRECT, Mode.LOW_LATENCY, Mode.NORMAL}
 _DTYPES = {Payload.BF16: torch.bfloat16, Payload.FP8: torch.float8_e4m3fn, Payload.FP8_UE8M0: torch.float8_e4m3fn}
 
 
@@ -89,6 +88,7 @@ class NvshmemFabric:
         self._lanes = torch.tensor([[1, 0, 0]] * config.lanes, dtype=torch.int64, device=self.device)
         self._reason: str | None = None
         self._proposal = 0
+        self._sides = [gpu.side() for _ in range(config.lanes)]
         self._launches = Launches(s, config.lanes, gpu.multiprocessors, config.deterministic)
         control = max(layout.lane_offset(s, i) + layout.lane(s).dispatch for i in range(config.lanes))
         self._heap = gpu.heap(self.allocated_bytes, control, meeting)
@@ -98,12 +98,6 @@ class NvshmemFabric:
         }
 
     def _supported(self, config: BufferConfig) -> None:
-        missing = [m.value for m in config.max_tokens if m not in MODES]
-        if missing:
-            raise ValueError(
-                f"mode {', '.join(missing)} is not there on the nvshmem fabric yet; "
-                "give max_tokens to normal, direct and low_latency only"
-            )
         if config.ranks > launch.MAX_RANKS:
             raise ValueError(f"{config.ranks} ranks; the peer kernels serve up to {launch.MAX_RANKS} of one NVLink domain")
         widest = max(config.shape.record_bytes, config.shape.combine_bytes)
@@ -138,11 +132,19 @@ class NvshmemFabric:
             stream_returned=at + words.stream_returned,
             expert_arrival=at + words.expert_arrival,
             returned=at + words.returned,
+            rail_tail=at + words.rail_tail,
+            rail_total=at + words.rail_total,
+            relay_returned=at + words.relay_returned,
             slots=at + regions.dispatch,
             slot_segment=layout.ring_segment(s, 1) if in_rings else layout.source_segment(s, 1, tokens),
             area=at + regions.combine,
             area_segment=layout.back_segment(s, 1) if in_rings else layout.combine_segment(s, 1, tokens),
             gpus=s.gpus_per_node,
+            rail_slots=at + regions.dispatch + layout.rail_segment(s, 0, 0),
+            rail_segment=layout.rail_segment(s, 1, 0) - layout.rail_segment(s, 0, 0),
+            relay_area=at + regions.combine + layout.relay_segment(s, 0, 0),
+            relay_segment=layout.relay_segment(s, 0, 1) - layout.relay_segment(s, 0, 0),
+            relay_node=layout.relay_segment(s, 1, 0) - layout.relay_segment(s, 0, 0),
             rail_count=at + words.rail_count,
             ring_tail=at + words.ring_tail,
             ring_head=at + words.ring_head,
@@ -224,26 +226,25 @@ class NvshmemFabric:
             ids = self._empty((capacity, s.top_k), torch.int32)
             weights = self._empty((capacity, s.top_k), torch.float32)
         counts = self._empty((s.local_experts,), torch.int32) if counted is None else counted.counts
-        # plan | target | position | pick_weight | went, 32 bits each
+        # plan | target | position | pick_weight | relay, 32 bits each
         plan_words = s.ranks * (layout.CHANNELS + 2) if counted is None else 0
+        relayed = {Mode.HYBRID: 2, Mode.NORMAL: 1}.get(call.mode, 0) * s.nodes * call.max_tokens if s.nodes > 1 else 0
         if self._launches.per_expert(call):
             sizes = (plan_words + s.local_experts * (s.ranks + 1), s.local_experts * capacity, 0, 0)
         else:
-            picks = capacity * s.top_k if masked else 0
-            sizes = (plan_words, capacity, picks, 0 if counted is None else s.nodes * call.max_tokens)
+            sizes = (plan_words, capacity, capacity * s.top_k if masked else 0, relayed)
         records = self._empty((sizes[0] + sizes[1] + 2 * sizes[2] + sizes[3],), torch.int32)
         target = records.data_ptr() + 4 * sizes[0]
         position = target + 4 * sizes[1]
-        weight = position + 4 * sizes[2]
+        weight, relay = position + 4 * sizes[2], position + 8 * sizes[2]
         plan = records.data_ptr() if counted is None else counted.plan.data_ptr()
         waits = call.host_counts and not masked and counted is None
         record = layout.record(call.payload, s.hidden, s.top_k).bytes
-        kept = capacity if counted is not None and self._launches.ordered(call) else 0
-        kept_records = self._empty((kept, record), torch.uint8)
-        scratch = (plan, target, position, weight, weight + 4 * sizes[2], kept_records.data_ptr())
+        kept = self._empty((capacity if counted is not None and self._launches.ordered(call) else 0, record), torch.uint8)
+        scratch = (plan, target, position, weight, relay, kept.data_ptr())
         values = self._values(call, (rows, scales, ids, weights, counts), stride, waits, scratch, capacity)
         received = Received(rows, scales, ids, weights, counts, counted.rows if counted is not None else None)
-        return _State(self._args_of(call), received, values, (records, rows, kept_records), counted)
+        return _State(self._args_of(call), received, values, (records, rows, kept), counted)
 
     def _values(
         self,
@@ -285,10 +286,14 @@ class NvshmemFabric:
         return (*state.dispatch[:-3], int(stays), y.data_ptr(), _address(out))
 
     def _launch(self, op: str, call: Call, args: Args, values: tuple[int, ...], *, send: bool, receive: bool) -> None:
-        stream = self._gpu.stream()
+        stream, side = self._gpu.stream(), self._sides[call.lane]
         for one in self._launches.of(op, call, send=send, receive=receive):
             args.pack(values, one)
-            self._kernels[one.kernel].launch(one, args, stream)
+            if one.side:
+                side.fork()
+            if one.joins:
+                side.join()
+            self._kernels[one.kernel].launch(one, args, side.stream if one.side else stream)
 
     def _await_rows(self, call: Call) -> int:
         deadline = time.monotonic() + self.config.timeout_s + 5.0

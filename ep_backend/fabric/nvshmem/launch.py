@@ -20,6 +20,7 @@ STAGE_BYTES = 224 << 10  # shared memory that a block's warps share for bulk cop
 IMAGE_KERNELS = {
     "dispatch": ("dispatch", "send", "await", "order", "place"),
     "combine": ("combine",),
+    "hybrid": ("rail_send", "forward", "rail_place", "rail_return", "relay_sum", "rail_sum"),
     "rings": ("ring_count", "ring_dispatch", "ring_order", "ring_place", "ring_combine"),
     "per_expert": ("expert_send", "expert_await", "expert_place", "expert_return", "expert_sum"),
 }
@@ -30,15 +31,17 @@ LANE = (
     *("rank", "ranks", "local_experts", "top_k", "hidden", "control", "report", "stats", "timeout_ns"),
     *("lane", "mode", "max_tokens", "state"),
     *("intent", "stream_count", "stream_tail", "stream_returned", "expert_arrival", "returned"),
+    *("rail_tail", "rail_total", "relay_returned"),
     *("slots", "slot_segment", "area", "area_segment"),
-    *("gpus", "rail_count", "ring_tail", "ring_head", "rail_ring_tail", "rail_ring_head"),
+    *("gpus", "rail_slots", "rail_segment", "relay_area", "relay_segment", "relay_node"),
+    *("rail_count", "ring_tail", "ring_head", "rail_ring_tail", "rail_ring_head"),
     *("back_tail", "back_head", "rail_back_tail", "rail_back_head", "ring_share"),
     *("payload", "signature", "agreed"),
 )
 CALL = (
     *("masked", "cast", "ids64", "ordered", "tokens", "x", "scales_in", "ids", "weights"),
     *("rows", "scales", "out_ids", "out_weights", "counts", "scale_stride", "fill", "host_rows"),
-    *("plan", "target", "position", "pick_weight", "went", "kept", "capacity", "channels", "chunk", "stays", "y", "out"),
+    *("plan", "target", "position", "pick_weight", "relay", "kept", "capacity", "channels", "chunk", "stays", "y", "out"),
     *("senders", "receive_from", "receivers", "send_stage", "receive_stage", "receive_at"),
     *("send_parts", "receive_parts", "receive_groups", "staged", "advance"),
 )
@@ -112,6 +115,8 @@ class Launch:
     roles: Roles
     early: bool = False
     ends: bool = False  # the lane's round
+    side: bool = False  # beside the current stream
+    joins: bool = False  # behind what runs beside it
     config: _Config = field(init=False)
 
     def __post_init__(self) -> None:

@@ -36,6 +36,8 @@ class Launches:
             make = self._dispatch if op == "dispatch" else self._combine
             if self.per_expert(call):
                 make = self._expert_dispatch if op == "dispatch" else self._expert_combine
+            if call.mode is Mode.HYBRID:
+                make = self._hybrid_dispatch if op == "dispatch" else self._hybrid_combine
             if call.mode is Mode.NORMAL:
                 make = {"count": self._ring_count, "dispatch": self._ring_dispatch, "combine": self._ring_combine}[op]
             found = self._made[key] = make(call, send, receive)
@@ -60,11 +62,8 @@ class Launches:
         return max(1, min(default if call.sms is None else call.sms, most))
 
     def _dispatch(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
-        hidden, cast = self._shape.hidden, casts(call)
-        row = 2 * hidden if cast else layout.payload_bytes(call.payload, hidden)
-        # The cast takes 512 channels at a time and leaves its scales behind the row.
-        step, scales = (1024, layout.align_up(hidden // 32, 16)) if cast else (16, 0)
-        record = layout.record(call.payload, hidden, self._shape.top_k).bytes
+        cast, record = casts(call), self._record(call)
+        row, step, scales = self._input(call)
         if call.tokens > SMALL and not self.ordered(call):
             # Bulk copies of one multiprocessor reach about 50 GB/s, and the receivers need that: casts read rows themselves.
             parts = 1
@@ -84,23 +83,40 @@ class Launches:
                 staged=int(not cast),
             )
             return (Launch("dispatch", self.channels(call), MOST_WARPS, roles),)
-        result = []
-        if send:
-            blocks = self.channels(call)
-            parts = max(1, min(8, layout.ceil_div(row, 2048)))
-            sent = _run(row, step, parts) + scales
-            most = min(16, STAGE_BYTES // sent)
-            senders = max(1, min(parts * layout.ceil_div(call.tokens, blocks), most))
-            result.append(Launch("send", blocks, senders + 1, Roles(senders, send_stage=sent, send_parts=parts)))
+        result = [self._send("send", call)] if send else []
         if receive:
-            result.append(Launch("await", 1, self._shape.ranks, Roles(), early=send))
-            if self.ordered(call):
-                result.append(Launch("order", self._blocks(call, self._most_blocks, self._most_blocks), 4, Roles(), early=True))
-            warps = min(4, STAGE_BYTES // record)
-            roles = Roles(receivers=warps, receive_stage=record)
-            blocks = self._blocks(call, self._most_blocks, self._most_blocks)
-            result.append(Launch("place", blocks, warps, roles, early=not self.ordered(call)))
+            result += self._place("place", call, early=send)
         return tuple(result)
+
+    def _send(self, kernel: str, call: Call) -> Launch:
+        """Rows go out in parts, a block a channel."""
+        row, step, scales = self._input(call)
+        blocks = self.channels(call)
+        parts = max(1, min(8, layout.ceil_div(row, 2048)))
+        sent = _run(row, step, parts) + scales
+        senders = max(1, min(parts * layout.ceil_div(call.tokens, blocks), 16, STAGE_BYTES // sent))
+        return Launch(kernel, blocks, senders + 1, Roles(senders, send_stage=sent, send_parts=parts))
+
+    def _place(self, kernel: str, call: Call, *, early: bool = False, joins: bool = False) -> list[Launch]:
+        """One block waits for everything, then all multiprocessors place it."""
+        record = self._record(call)
+        everywhere = self._blocks(call, self._most_blocks, self._most_blocks)
+        result = [Launch("await", 1, self._shape.ranks, Roles(), early=early, joins=joins)]
+        if self.ordered(call):
+            result.append(Launch("order", everywhere, 4, Roles(), early=True))
+        warps = min(4, STAGE_BYTES // record)
+        roles = Roles(receivers=warps, receive_stage=record)
+        return [*result, Launch(kernel, everywhere, warps, roles, early=not self.ordered(call))]
+
+    def _input(self, call: Call) -> tuple[int, int, int]:
+        """Bytes of a row that is read, in steps of so many, and of the scales that a cast leaves behind it."""
+        hidden = self._shape.hidden
+        if casts(call):  # takes 512 channels at a time
+            return 2 * hidden, 1024, layout.align_up(hidden // 32, 16)
+        return layout.payload_bytes(call.payload, hidden), 16, 0
+
+    def _record(self, call: Call) -> int:
+        return layout.record(call.payload, self._shape.hidden, self._shape.top_k).bytes
 
     def _combine(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
         row, ranks, small = 2 * self._shape.hidden, self._shape.ranks, call.tokens <= SMALL
@@ -129,6 +145,43 @@ class Launches:
             groups = max(1, warps // shares) if small else 1
             roles = Roles(receivers=warps, receive_stage=summed, receive_parts=shares, receive_groups=groups)
             result.append(Launch("combine", waiting, warps, roles, early=send, ends=True))
+        return tuple(result)
+
+    def _hybrid_dispatch(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
+        several, result = self._shape.nodes > 1, []
+        if send:
+            result.append(self._send("rail_send", call))
+            if several:
+                record = self._record(call)
+                warps = min(8, STAGE_BYTES // record)
+                blocks = self._blocks(call, self._most_waiting, SMS)
+                result.append(Launch("forward", blocks, warps, Roles(receivers=warps, receive_stage=record), side=True))
+        if receive:
+            result += self._place("rail_place", call, early=send and not several, joins=several)
+        return tuple(result)
+
+    def _hybrid_combine(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
+        s, row, result = self._shape, 2 * self._shape.hidden, []
+        waiting = self._blocks(call, self._most_waiting, SMS)
+
+        def summing(terms: int) -> tuple[int, int, int]:
+            """Warps of a block that add so many rows, bytes of a warp's stage, and the parts of a row."""
+            parts = layout.ceil_div(row, _room(14336, terms))
+            stage = _run(row, 16, parts) * terms
+            return min(16, STAGE_BYTES // stage), stage, parts
+
+        if send:
+            warps, stage, parts = summing(s.top_k if call.layout is Layout.MASKED else 1)
+            everywhere = self._blocks(call, self._most_blocks, self._most_blocks)
+            result.append(Launch("rail_return", everywhere, warps, Roles(warps, send_stage=stage, send_parts=parts)))
+            if s.nodes > 1:
+                warps, stage, parts = summing(s.gpu_copies)
+                result.append(Launch("relay_sum", waiting, warps, Roles(warps, send_stage=stage, send_parts=parts), side=True))
+        if receive:
+            warps, stage, parts = summing(min(s.ranks, s.top_k))
+            groups = max(1, warps // parts) if call.tokens <= SMALL else 1
+            roles = Roles(receivers=warps, receive_stage=stage, receive_parts=parts, receive_groups=groups)
+            result.append(Launch("rail_sum", waiting, warps, roles, joins=s.nodes > 1, ends=True))
         return tuple(result)
 
     def _ring_count(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:

@@ -30,9 +30,12 @@ struct Args {
   i64 lane, mode, max_tokens;
   u64 state;             // LaneState of this lane
   i64 intent, stream_count, stream_tail, stream_returned, expert_arrival, returned;
+  i64 rail_tail, rail_total, relay_returned;
   i64 slots, slot_segment;   // dispatch payload, and bytes of one source's segment (normal: of a ring)
   i64 area, area_segment;    // combine payload, and bytes of one copy's segment (normal: of a ring)
   i64 gpus;                  // of a node
+  i64 rail_slots, rail_segment;      // hybrid: slots of the rail hop, and bytes of one source node's
+  i64 relay_area, relay_segment, relay_node;   // hybrid: partial sums at the relay, bytes of one copy's and one source node's
   i64 rail_count, ring_tail, ring_head, rail_ring_tail, rail_ring_head;        // normal
   i64 back_tail, back_head, rail_back_tail, rail_back_head;
   i64 ring_share;            // normal: slots of a ring that a channel has
@@ -52,7 +55,8 @@ struct Args {
   u64 target;            // i32 [R x max_tokens]: by received record, its row in the owner's combine payload
   u64 position;          // i32 [R x max_tokens][K]: by received record and pick, the masked row or -1
   u64 pick_weight;       // f32 likewise
-  u64 went;              // normal, u32 [N x max_tokens]: by forwarded record, which GPUs of this node got it
+  u64 relay;             // hybrid: i32 [N][max_tokens][2] by source node and rail slot: the record's ranks, one bit each, and token;
+                         // normal: u32 [N][max_tokens] by forwarded record: the GPUs of this node that got it, one bit each
   u64 kept;              // normal, ordered: [capacity] records in order of source and token, not yet given rows
   i64 capacity;          // rows of the outputs (masked: of an expert)
   i64 channels, chunk;   // this rank's dispatch: its blocks, and tokens of each

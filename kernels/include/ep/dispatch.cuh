@@ -41,6 +41,32 @@ __device__ __forceinline__ u64 segment(const Args& a, int rank, int source) {
   return a.heap[rank] + a.slots + source * a.slot_segment;
 }
 
+// hybrid: a rank of another node is this rank's relay there, with slots and words by source node.
+template <bool kRails>
+__device__ __forceinline__ bool relays(const Args& a, int rank) {
+  return kRails and node_of(a, rank) != node_of(a, int(a.rank));
+}
+template <bool kRails>
+__device__ __forceinline__ bool is_peer(const Args& a, int rank) {
+  return rank < a.ranks and (not relays<kRails>(a, rank) or rank == rail_peer(a, node_of(a, rank)));
+}
+template <bool kRails>
+__device__ __forceinline__ u64 first_slot(const Args& a, int rank) {
+  if (not relays<kRails>(a, rank)) return segment(a, rank, int(a.rank));
+  return a.heap[rank] + a.rail_slots + node_of(a, int(a.rank)) * a.rail_segment;
+}
+// Words that this rank writes at a peer; channel kChannels has the tokens of a channel.
+template <bool kRails>
+__device__ __forceinline__ u64* count_word(const Args& a, int rank, int channel) {
+  if (not relays<kRails>(a, rank)) return heap_word(a, rank, a.stream_count, plan_row(a.rank, channel));
+  return heap_word(a, rank, a.rail_total, plan_row(node_of(a, int(a.rank)), channel));
+}
+template <bool kRails>
+__device__ __forceinline__ u64* tail_word(const Args& a, int rank, int channel) {
+  if (not relays<kRails>(a, rank)) return heap_word(a, rank, a.stream_tail, a.rank * kChannels + channel);
+  return heap_word(a, rank, a.rail_tail, node_of(a, int(a.rank)) * kChannels + channel);
+}
+
 // What a warp reads of a token: a run of the row, in bytes.
 __device__ __forceinline__ Range input_run(const Args& a, const Offsets& f, int part) {
   int parts = int(a.send_parts);
@@ -125,24 +151,24 @@ __device__ __forceinline__ void send_cast(const Args& a, const Targets& t, const
   });
 }
 
-// Whatever is not payload, in one run of words: ids, weights, rows (the receiver's) and source. Word w of a token.
-__device__ __forceinline__ u32 pick_word(const Args& a, i64 token, int w) {
+// Whatever is not payload, in one run of words: ids, weights, rows (the first is the relay's slot) and source. Word w of a token.
+__device__ __forceinline__ u32 pick_word(const Args& a, i64 token, int w, int slot = 0) {
   const int top_k = int(a.top_k);
   if (w < top_k) {
     i64 id = raw_pick(a, token * top_k + w);
     return is_expert(a, id) ? u32(id) : ~0u;
   }
   if (w < 2 * top_k) return reinterpret_cast<const u32*>(a.weights)[token * top_k + w - top_k];
-  return w == 3 * top_k ? u32(a.rank * a.max_tokens + token) : 0;
+  return w == 3 * top_k ? u32(a.rank * a.max_tokens + token) : w == 2 * top_k ? u32(slot) : 0;
 }
 
 // `early` is the lane's first word, asked for long before.
 __device__ __forceinline__ void send_picks(const Args& a, const Targets& t, const Offsets& f, u64 epoch, i64 token, u32 early,
-                                           int lane) {
+                                           int lane, int slot = 0) {
   const int words = 3 * int(a.top_k) + 1;
   for (int first = 0; first < words; first += 32) {
     int w = first + lane;
-    u32 word = first == 0 ? early : pick_word(a, token, w);
+    u32 word = first == 0 ? early : pick_word(a, token, w, slot);
     to_each(t, [&](u64 record) {
       if (w < words) reinterpret_cast<u32*>(record + f.ids)[w] = word;
     });
@@ -162,16 +188,17 @@ __device__ __forceinline__ void send_picks(const Args& a, const Targets& t, cons
 }
 
 // By the publishing warp of the first block: what this rank calls, and that its counts are cleared.
+template <bool kRails = false>
 __device__ __forceinline__ void announce(const Args& a, Shared& sh, int lane) {
   Control* control = reinterpret_cast<Control*>(a.control);
   u64 said = u64(a.signature) | u64(a.channels - 1) << kSignatureBits | load_relaxed_sys(&control->proposal) << kProposalBits;
-  if (lane < a.ranks) store_relaxed_sys(heap_word(a, lane, a.intent, a.rank), signal_word(sh.epoch, said));
+  const bool peer = is_peer<kRails>(a, lane);
+  if (peer) store_relaxed_sys(heap_word(a, lane, a.intent, a.rank), signal_word(sh.epoch, said));
   // Receiving warps add to counts; the word that they all await first says that it is cleared.
   for (i64 e = lane; e < a.local_experts; e += 32) reinterpret_cast<int*>(a.counts)[e] = 0;
   __syncwarp();
   fence_sys();
-  i64 word = a.rank * (kChannels + 1) + kChannels;
-  if (lane < a.ranks) store_relaxed_sys(heap_word(a, lane, a.stream_count, word), signal_word(sh.epoch, a.chunk));
+  if (peer) store_relaxed_sys(count_word<kRails>(a, lane, int(kChannels)), signal_word(sh.epoch, a.chunk));
   if (lane != 0) return;
   i64 at = stat_mode(a.ranks, a.mode) + kStatRows * a.ranks;
   add_stat(a, at, 1);
@@ -182,29 +209,28 @@ __device__ __forceinline__ void announce(const Args& a, Shared& sh, int lane) {
 }
 
 // Tells every rank how much this block writes, then how far it has come. One warp, lane r for rank r.
+template <bool kRails>
 __device__ __forceinline__ void publish(const Args& a, Shared& sh, Range mine, int lane) {
   const int workers = int(a.senders), parts = int(a.send_parts), tokens = mine.last - mine.first;
-  const bool peer = lane < a.ranks;
+  const bool peer = is_peer<kRails>(a, lane);
   u32 to = 0;
   int count = 0, published = 0, base = 0;
   for (int first = mine.first; first < mine.last; first += 32) {
-    u32 block = block_of_tokens(a, first, mine.last, lane);
+    u32 block = block_of_tokens<kRails>(a, first, mine.last, lane);
     if (first == mine.first) to = block;
     count += __popc(block);
   }
-  if (peer)
-    store_relaxed_sys(heap_word(a, lane, a.stream_count, a.rank * (kChannels + 1) + blockIdx.x), signal_word(sh.epoch, count));
+  if (peer) store_relaxed_sys(count_word<kRails>(a, lane, blockIdx.x), signal_word(sh.epoch, count));
   for (int block = 0;;) {   // tokens of the channel before the 32 that `to` describes
     int complete = min(tokens, quotient(min(tokens * parts, int(sh.progress.complete(workers, lane))), parts));
     if (complete < tokens and complete - published < kPublishTokens) continue;
     for (; complete - block >= 32; block += 32) {
       base += __popc(to);
-      to = block_of_tokens(a, mine.first + block + 32, mine.last, lane);
+      to = block_of_tokens<kRails>(a, mine.first + block + 32, mine.last, lane);
     }
     int sent = base + __popc(to & below(complete - block));
     fence_release();
-    if (peer)
-      store_relaxed_sys(heap_word(a, lane, a.stream_tail, a.rank * kChannels + blockIdx.x), signal_word(sh.epoch, sent));
+    if (peer) store_relaxed_sys(tail_word<kRails>(a, lane, blockIdx.x), signal_word(sh.epoch, sent));
     published = complete;
     if (complete == tokens) break;
   }
@@ -224,23 +250,25 @@ __device__ __forceinline__ void fetch(const Args& a, const Offsets& f, Stage& st
 }
 
 // kAhead: the words beside the payload are asked for ahead of it, which takes registers.
-template <bool kAhead>
+template <bool kAhead, bool kRails>
 __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Range mine, int warp, int lane) {
   const Offsets& f = sh.f;
   int workers = int(a.senders), parts = int(a.send_parts);
-  if (warp == workers) return publish(a, sh, mine, lane);
+  if (warp == workers) return publish<kRails>(a, sh, mine, lane);
 
-  int slot = mine.first;
-  u64 own = lane < a.ranks ? segment(a, lane, int(a.rank)) : 0;
+  int slot = mine.first, near_slot = mine.first;   // and, for hybrid's second hop, among the tokens that have ranks in this node
+  u64 own = is_peer<kRails>(a, lane) ? first_slot<kRails>(a, lane) : 0;
   int unit = warp, done = 0;
   for (int first = mine.first; first < mine.last; first += 32) {
-    u32 to = block_of_tokens(a, first, mine.last, lane);
+    u32 to = block_of_tokens<kRails>(a, first, mine.last, lane);
+    u32 near = kRails ? __reduce_or_sync(kFullWarp, relays<true>(a, lane) ? 0 : to) : 0;
     int stop = (min(first + 32, mine.last) - mine.first) * parts;
     for (; unit < stop; unit += workers) {
       int i = quotient(unit, parts), part = unit - i * parts;
       i -= first - mine.first;
+      int relay_slot = kRails ? near_slot + __popc(near & below(i)) : 0;
       Targets t{own + i64(slot + __popc(to & below(i))) * f.bytes, __ballot_sync(kFullWarp, to >> i & 1)};
-      u32 early = kAhead and part == 0 ? pick_word(a, first + i, lane) : 0;
+      u32 early = kAhead and part == 0 ? pick_word(a, first + i, lane, relay_slot) : 0;
       Range run = input_run(a, f, part);
       if (a.staged) stage.await();
       if (a.cast) {
@@ -253,12 +281,13 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Ra
         bulk_commit();
         bulk_await_stored();
       }
-      if (not kAhead and part == 0) early = pick_word(a, first + i, lane);
-      if (part == 0) send_picks(a, t, f, sh.epoch, first + i, early, lane);
+      if (not kAhead and part == 0) early = pick_word(a, first + i, lane, relay_slot);
+      if (part == 0) send_picks(a, t, f, sh.epoch, first + i, early, lane, relay_slot);
       fetch(a, f, stage, mine, unit + workers, lane);
       sh.progress.finish(warp, ++done, lane);
     }
     slot += __popc(to);
+    near_slot += __popc(near);
   }
   sh.progress.finish(warp, Progress::kAll, lane);
 }
@@ -352,6 +381,7 @@ __device__ __forceinline__ bool make_plan(const Args& a, Shared& sh, int lane) {
 }
 
 // The record in the stage becomes rows; what combine needs of it goes to the call's own memory. Lane k for pick k.
+template <bool kRails>
 __device__ __forceinline__ void place(const Args& a, const Offsets& f, const Stage& stage, i64 record, int lane) {
   bool has = lane < a.top_k;
   int id = has ? stage.get<int>(f.ids + 4 * lane) : -1;
@@ -360,9 +390,10 @@ __device__ __forceinline__ void place(const Args& a, const Offsets& f, const Sta
   u32 ranks = __reduce_or_sync(kFullWarp, rank >= 0 ? 1u << rank : 0);
   bool mine = rank == a.rank;
   int local = mine ? id - int(a.rank) * each : -1;
+  if (kRails) ranks &= node_ranks(a, node_of(a, int(a.rank)));   // answers go to the relay, which has a row a slot
   if (lane == 0)
-    reinterpret_cast<int*>(a.target)[record] =
-        __popc(ranks & below(int(a.rank))) * int(a.max_tokens) + stage.get<int>(f.source) % int(a.max_tokens);
+    reinterpret_cast<int*>(a.target)[record] = __popc(ranks & below(int(a.rank))) * int(a.max_tokens) +
+        (kRails ? stage.get<int>(f.weights + 4 * int(a.top_k)) : stage.get<int>(f.source) % int(a.max_tokens));
   int* counts = reinterpret_cast<int*>(a.counts);
   i64 pick = record * a.top_k + lane;
   if (not a.masked) {
@@ -401,10 +432,11 @@ __device__ __forceinline__ void place(const Args& a, const Offsets& f, const Sta
   }
 }
 
+template <bool kRails>
 __device__ __forceinline__ void take(const Args& a, Shared& sh, Stage& stage, int source, int slot, int record, int lane) {
   stage.load(segment(a, int(a.rank), source) + i64(slot) * sh.f.bytes, sh.f.bytes, lane);
   stage.await();
-  place(a, sh.f, stage, record, lane);
+  place<kRails>(a, sh.f, stage, record, lane);
   bulk_commit();
   bulk_await_read();
 }
@@ -432,22 +464,23 @@ __device__ __forceinline__ bool receive_channel(const Args& a, Shared& sh, Stage
       if (not __all_sync(kFullWarp, tail != 0)) return false;
       arrived = int(__shfl_sync(kFullWarp, u32(signal_count(tail)), 0));
     }
-    take(a, sh, stage, source, slot + k, row + k, lane);
+    take<false>(a, sh, stage, source, slot + k, row + k, lane);
   }
   return true;
 }
 
 // The same when everything is here, by the plan that ep_await left.
+template <bool kRails>
 __device__ __forceinline__ void take_channel(const Args& a, Shared& sh, Stage& stage, int source, int channel, int member,
                                              int members, int lane) {
   i64 at = lane < 2 ? plan_row(source, channel) + lane : plan_chunk(a.ranks, source);
   int word = reinterpret_cast<const int*>(a.plan)[at];
   int row = __shfl_sync(kFullWarp, word, 0), count = __shfl_sync(kFullWarp, word, 1) - row;
   int slot = __shfl_sync(kFullWarp, word, 2) * channel;
-  for (int k = member; k < count; k += members) take(a, sh, stage, source, slot + k, row + k, lane);
+  for (int k = member; k < count; k += members) take<kRails>(a, sh, stage, source, slot + k, row + k, lane);
 }
 
-template <bool kPlanned>
+template <bool kPlanned, bool kRails>
 __device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage, int warp, int lane) {
   const int warps = int(a.receivers), groups = min(int(a.ranks), warps);
   const int group = warp % groups, member = warp / groups, members = (warps - group + groups - 1) / groups;
@@ -455,7 +488,7 @@ __device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage,
     const int channels = kPlanned ? int(kChannels) : sh.channels[source];
     for (int channel = blockIdx.x; channel < channels; channel += gridDim.x) {
       if (kPlanned) {
-        take_channel(a, sh, stage, source, channel, member, members, lane);
+        take_channel<kRails>(a, sh, stage, source, channel, member, members, lane);
       } else if (not receive_channel(a, sh, stage, source, channel, member, members, lane)) {
         return false;
       }
@@ -470,6 +503,56 @@ __device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage,
     }
   }
   return true;
+}
+
+// Which phases a kernel has is known when it is compiled: short kernels spend much of their time fetching instructions.
+enum class Phase { kSend, kPlace, kAny };
+
+template <Phase kPhase, bool kRails>
+__device__ __forceinline__ void run(const Args& a) {
+  __shared__ Shared sh;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, planner = blockDim.x / 32 - 1;
+  const bool sends = kPhase == Phase::kSend or (kPhase == Phase::kAny and a.senders != 0);
+  const bool receives = kPhase == Phase::kPlace or (kPhase == Phase::kAny and a.receivers != 0);
+  if (threadIdx.x < 32) sh.progress.done[lane] = 0;
+  if (kPhase == Phase::kPlace) await_previous();   // ep_await
+  if (warp == planner) {
+    bool stopped = given_up(a, Op::kDispatch, 0, lane);
+    if (lane == 0) sh.stopped = stopped;
+    if (lane < blockDim.x / 32) mbarrier_init(&sh.bars[lane]);
+  }
+  if (threadIdx.x == 0) {
+    sh.epoch = load_relaxed_sys(&reinterpret_cast<LaneState*>(a.state)->epoch);
+    Record f = record(Payload(a.payload), a.hidden, a.top_k);
+    sh.f = {int(f.scales), int(f.ids), int(f.weights), int(f.source), int(f.bytes),
+            int(payload_bytes(Payload(a.payload), a.hidden)), int(scale_bytes(Payload(a.payload), a.hidden) / 4)};
+  }
+  __syncthreads();
+  if (not receives) allow_next();
+  if (not sh.stopped) {
+    Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
+    Range mine = channel_tokens(a, blockIdx.x);
+    if (sends) {
+      if (warp < a.senders) fetch(a, sh.f, stage, mine, warp, lane);
+      if (blockIdx.x == 0 and warp == a.senders) announce<kRails>(a, sh, lane);
+      if (warp <= a.senders) send<kPhase == Phase::kSend, kRails>(a, sh, stage, mine, warp, lane);
+    }
+    if (receives) {
+      const int receiver = warp - int(a.receive_from);
+      const bool takes = receiver >= 0 and receiver < a.receivers, plans = kPhase == Phase::kAny and warp == planner;
+      bool ok = not plans or make_plan(a, sh, lane);
+      if (kPhase == Phase::kAny and (takes or plans))
+        ok = barrier_and(kReceiveBarrier, 32 * (int(a.receivers) + (planner - a.receive_from >= a.receivers)), ok);
+      stage.at = stage_memory + a.receive_at + receiver * a.receive_stage;
+      if (takes) ok = ok and receive<kPhase == Phase::kPlace, kRails>(a, sh, stage, receiver, lane);
+      if (not ok) sh.stopped = true;
+    }
+    __syncthreads();
+  }
+  if (sh.stopped and receives) {   // nothing that was not received may look like data
+    i64 rows = (a.masked ? a.local_experts : 1) * a.ranks * a.max_tokens;
+    fill_nan(a.rows, rows * sh.f.row);
+  }
 }
 
 // Kernels whose warps are all alike.

@@ -99,8 +99,8 @@ struct Words {
   i64 stream_count;     // [R][128+1] by source rank and channel: records it will bring; last, the tokens of one channel
   i64 stream_tail;      // [R][128] by source rank and channel: records written so far (direct, low_latency on CUDA)
   i64 stream_returned;  // [R][128] by rank and my channel: combine rows written so far
-  i64 rail_tail;        // [N][C]   by source node and channel: records written so far (hybrid)
-  i64 rail_total;       // [N][C]   by source node and channel: records there will be (hybrid)
+  i64 rail_tail;        // [N][128] by source node and channel: records written so far (hybrid)
+  i64 rail_total;       // [N][128+1] by source node and channel: records there will be; last, as in stream_count (hybrid)
   i64 relay_returned;   // [N][G]   by source node and GPU of my node: its partial sums are here (hybrid)
   i64 count;            // [R]      by source rank: records its stream will bring (normal)
   i64 rail_count;       // [N][Q]   by source node and ring channel: records its rail stream will bring (normal)
@@ -131,8 +131,8 @@ EP_HD Words words(const Shape& s) {
   w.stream_count = take(at, R * (kChannels + 1));
   w.stream_tail = take(at, R * kChannels);
   w.stream_returned = take(at, R * kChannels);
-  w.rail_tail = take(at, N * kRailChannels);
-  w.rail_total = take(at, N * kRailChannels);
+  w.rail_tail = take(at, N * kChannels);
+  w.rail_total = take(at, N * (kChannels + 1));
   w.relay_returned = take(at, R);
   w.count = take(at, R);
   w.rail_count = take(at, N * kRingChannels);

@@ -42,9 +42,22 @@ __device__ __forceinline__ u32 node_ranks(const Args& a, int node) {
   return (a.gpus == 32 ? ~0u : (1u << int(a.gpus)) - 1) << node * int(a.gpus);
 }
 
+// Where a token's records go at first. hybrid: to its ranks of this node, and to this rank's rail peer in every other node
+// that has some.
+template <bool kRails>
+__device__ __forceinline__ u32 first_hop(const Args& a, u32 ranks) {
+  if (not kRails) return ranks;
+  const int own = node_of(a, int(a.rank)), nodes = int(a.ranks / a.gpus);
+  u32 to = ranks & node_ranks(a, own);
+  for (int n = 0; n < nodes; ++n)
+    if (n != own and (ranks & node_ranks(a, n)) != 0) to |= 1u << rail_peer(a, n);
+  return to;
+}
+
 // 32 tokens from `first` on, transposed: lane r gets a bit for each of them that goes to rank r.
+template <bool kRails = false>
 __device__ __forceinline__ u32 block_of_tokens(const Args& a, int first, int last, int lane) {
-  u32 mask = first + lane < last ? token_ranks(a, first + lane) : 0, mine = 0;
+  u32 mask = first + lane < last ? first_hop<kRails>(a, token_ranks(a, first + lane)) : 0, mine = 0;
   for (int r = 0; r < a.ranks; ++r) {
     u32 tokens = __ballot_sync(kFullWarp, mask >> r & 1);
     if (lane == r) mine = tokens;

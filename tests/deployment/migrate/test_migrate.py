@@ -92,6 +92,9 @@ SERVE = "vllm serve deepseek-ai/DeepSeek-V3 -dp 8 -ep"
         (f"{SERVE} --allowed-origins '[\"*\"]' --served-model-name a b", {"allowed-origins": '["*"]'}, {}),
         (f"{SERVE} --api-key $(cat key | tr -d ' ') --root-path '$HOME/#x'", {"root-path": "$HOME/#x"}, {}),
         (f"{SERVE}\r\n", {}, {}),
+        (f"{SERVE} \\", {}, {}),
+        (f"cat > a <<'EOF'\nit's $(not\nEOF\n{SERVE} --seed 4", {"seed": 4}, {}),
+        (f"cat <<A <<-B && {SERVE} --seed 4\n' 1\nA\n' 2\n\tB\necho", {"seed": 4}, {}),
         (f"/opt/venv/bin/{SERVE} --cuda-graph-sizes 1 2 -4", {"cuda-graph-sizes": [1, 2, -4]}, {}),
     ],
 )
@@ -123,6 +126,7 @@ SGLANG = "python3 -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V3"
         ("vllm serve someone/unheard-of -dp 8", "model someone/unheard-of is none that is known here.*--model"),
         (f"{SGLANG} --tp-size $TP", r"--tp-size is '\$TP', must be a whole number of at least 1; write it, or set the"),
         (f'{SERVE} --kv-transfer-config \'{{"kv_connector": "NixlConnector", "kv_role": "kv_both"}}\'', "kv_role is kv_both"),
+        (f"{SERVE} --kv-transfer-config {{kv_role:x}}", "--kv-transfer-config is '{kv_role:x}', must be a JSON object"),
         ("apiVersion: v1\nkind: ConfigMap\n", "kind is ConfigMap, must be one of LeaderWorkerSet, DisaggregatedSet"),
         ("apiVersion: v1\nkind: [", "the manifest is no YAML"),
         ("apiVersion: leaderworkerset.x-k8s.io/v1\nkind: LeaderWorkerSet\nmetadata: {name: x}\n", "x: no container runs"),
@@ -162,10 +166,12 @@ def test_half_a_pair_is_written_and_says_what_is_missing() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text", "complaint"),
     [
-        (["/nowhere.sh"], "", "No such file or directory: '/nowhere.sh'"),
+        (["/nowhere.sh"], "", "/nowhere.sh cannot be read: No such file or directory; give a shell script or a manifest"),
         (["-", "--topology", "h100"], SERVE, "--topology h100 is no preset; choose one of h800-nvl8-cx7,"),
         (["-", "--model", "gpt"], SERVE, "--model gpt is no preset; choose one of deepseek-v3,"),
-        (["-", "--out", "/nowhere/d.yaml"], SERVE, "No such file or directory: '/nowhere/d.yaml'"),
+        (["-", "--out", "/nowhere/d.yaml"], SERVE, "--out /nowhere/d.yaml cannot be written: No such file or directory"),
+        (["-", "--out", __file__], SERVE, "test_migrate.py cannot be written: File exists; choose another"),
+        ([str(Path(sys.executable).resolve())], "", "is no text in UTF-8"),
         (["-", "--name", "A B"], SERVE, "name would be 'A B': string should match pattern"),
         (["-"], SERVE.replace("8", "0"), "--data-parallel-size is 0, must be a whole number of at least 1"),
     ],

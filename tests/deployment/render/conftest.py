@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 import ep_backend
+from ep_backend.deployment.migrate import migrate
 from ep_backend.deployment.render import render, write
+
+from ..migrate.cases import CASES
 
 GOLDEN = Path(__file__).parent / "golden"
 ENGINES = ("vllm", "vllm-router", "srun", "sglang")
@@ -94,6 +97,19 @@ def rendered(tmp_path: Path) -> Callable[..., Path]:
         file, out = tmp_path / f"{name}.yaml", tmp_path / "out"
         file.write_text(text)
         write(render(file, kinds), out)  # type: ignore[arg-type]
+        return out
+
+    return make
+
+
+@pytest.fixture
+def rendered_case(tmp_path: Path) -> Callable[..., Path]:
+    """Migrates a public setup and renders what comes out."""
+
+    def make(name: str) -> Path:
+        file, out = tmp_path / f"{name}.yaml", tmp_path / name
+        file.write_text(migrate(CASES[name].texts, **CASES[name].options).text)  # type: ignore[arg-type]
+        write(render(file), out)
         return out
 
     return make

@@ -1,6 +1,8 @@
 """`ep-backend render`: what it writes, byte by byte, and when it refuses to write."""
 
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,3 +96,19 @@ def test_the_control_key_is_for_the_owner_only(rendered: Callable[..., Path]) ->
     holders = {name for name, text in contents(out).items() if "not-a-real-key" in text}
     assert holders == {"prefill/settings.json", "decode/settings.json", "lws.yaml"}
     assert {stat.S_IMODE((out / name).stat().st_mode) for name in holders} == {0o600}
+
+
+@pytest.mark.parametrize(
+    ("file", "out", "complaint"),
+    [
+        ("vllm.yaml", "/proc/no", "--out /proc/no cannot be written: No such file or directory; choose another"),
+        ("vllm.yaml", str(GOLDEN), "golden holds sglang/decode/engine.yaml, which render did not write"),
+        ("nowhere.yaml", "out", "nowhere.yaml:1:1: cannot be read: No such file or directory"),
+    ],
+)
+def test_a_wrong_call_is_one_line(file: str, out: str, complaint: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ep_backend", "render", str(GOLDEN / file), "--out", out]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("ep-backend: ") and done.stderr.count("\n") == 1
+    assert complaint in done.stderr

@@ -91,7 +91,7 @@ struct Block {
   std::vector<Load> loads;
   std::vector<Expect> expects;
   Fiber* now = nullptr;
-  unsigned live = 0, idle = 0;
+  unsigned live = 0, idle = 0, naps = 0;
   jmp_buf over;
   std::minstd_rand random;
 };
@@ -100,7 +100,7 @@ thread_local Block* block;
 void wake(std::vector<Fiber*>& waiting) {
   for (Fiber* f : waiting) block->ready.push_back(f);
   waiting.clear();
-  block->idle = 0;
+  block->idle = block->naps = 0;
 }
 
 [[noreturn]] void resume(Fiber* f) {
@@ -287,11 +287,10 @@ int sync_some_and(int id, int threads, int ok) { return meet(block->barriers[id]
 void pass() {
   Block& b = *block;
   b.ready.push_back(b.now);
-  if (++b.idle > 4 * b.ready.size() + 64) {   // nobody meets anybody: others of this machine should run
+  if (++b.idle > 2 * b.ready.size() + 16) {   // nobody meets anybody: others of this machine should run
     b.idle = 0;
-    static thread_local unsigned naps = 0;
-    if (++naps % 16 == 0) usleep(100);
-    else sched_yield();
+    if (b.naps < 5) ++b.naps;
+    usleep(20u << b.naps);
   }
   leave();
 }

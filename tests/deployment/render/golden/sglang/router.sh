@@ -5,7 +5,7 @@ set -euo pipefail
 PREFILL=${PREFILL:?is the name or address of the prefill leader}
 DECODE=${DECODE:?is the name or address of the decode leader}
 arguments=(
-    --host "${HOST:-127.0.0.1}" --port 8000 --policy round_robin
+    --host "${LISTEN:-127.0.0.1}" --port 8000 --policy round_robin
     --disable-retries --worker-startup-timeout-secs 2700
     --pd-disaggregation
     --prefill "http://$PREFILL:20000" 20050

@@ -2,7 +2,8 @@
 # Written by `ep-backend render`; change the deployment file instead.
 set -euo pipefail
 # A node of small's decode role: `NODE=0 LEADER=HOST bash launch.sh`. Nodes differ in NODE alone;
-# LEADER is node 0 as the others reach it. ADDRESS: this node's own, default that of its route to the leader.
+# LEADER is node 0 as the others reach it. ADDRESS: this node's own, default that of its route to the leader;
+# LISTEN: where the leader takes requests.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 NODE=${NODE:-0}
 LEADER=${LEADER:?is the name or address of node 0}
@@ -19,6 +20,6 @@ eval "$facts"
 export SGLANG_HOST_IP=$ADDRESS
 arguments=(
     --config "$here/engine.yaml"
-    --host "${HOST:-0.0.0.0}" --port 22000
+    --host "${LISTEN:-0.0.0.0}" --port 22000
 )
 exec python3 -m sglang.launch_server "${arguments[@]}"

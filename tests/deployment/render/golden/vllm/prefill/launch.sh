@@ -2,7 +2,8 @@
 # Written by `ep-backend render`; change the deployment file instead.
 set -euo pipefail
 # A node of small's prefill role: `NODE=0 LEADER=HOST bash launch.sh`. Nodes differ in NODE alone;
-# LEADER is node 0 as the others reach it. ADDRESS: this node's own, default that of its route to the leader.
+# LEADER is node 0 as the others reach it. ADDRESS: this node's own, default that of its route to the leader;
+# LISTEN: where the leader takes requests.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 NODE=${NODE:?is the number of this node, 0 for the leader, up to 1}
 LEADER=${LEADER:?is the name or address of node 0}
@@ -28,7 +29,7 @@ arguments=(
     --data-parallel-address "$LEADER"
 )
 if ((NODE == 0)); then
-    arguments+=(--host "${HOST:-0.0.0.0}" --port 20000)
+    arguments+=(--host "${LISTEN:-0.0.0.0}" --port 20000)
 else
     arguments+=(--headless --data-parallel-start-rank $((NODE * 8)))
 fi

@@ -1,0 +1,276 @@
+// hybrid: a token crosses to another node once, to the rank on its source's rail there, which passes it on to the GPUs of its
+// node that own its experts. A source is the relay of its own node. Answers return the same way: GPUs to the relay, which
+// sums them in fp32 and sends one row a token back over the rail; the owner sums its own GPUs' rows and other nodes' rows.
+//
+// Both hops of dispatch reuse the streams of dispatch.cuh: a channel of the source is a channel at the relay and at the GPUs,
+// its records take consecutive slots from that of its first token on, and whoever writes the records writes the words.
+// Kernels that wait for another node run beside the caller's stream, so that lanes may be driven in any order.
+#include "ep/dispatch.cuh"
+
+namespace ep {
+
+struct Relay {   // by node: what its rank on this rail sends here
+  int channels[kMaxRanks], chunk[kMaxRanks];
+};
+
+__device__ __forceinline__ int own_node(const Args& a) { return node_of(a, int(a.rank)); }
+__device__ __forceinline__ int nodes(const Args& a) { return int(a.ranks / a.gpus); }
+__device__ __forceinline__ u64 rail_slot(const Args& a, const Offsets& f, int node, i64 slot) {
+  return a.heap[a.rank] + a.rail_slots + node * a.rail_segment + slot * f.bytes;
+}
+__device__ __forceinline__ u64 relay_row(const Args& a, int rank, int node, int copy, i64 slot) {
+  return a.heap[rank] + a.relay_area + node * a.relay_node + copy * a.relay_segment +
+         slot * combine_record_bytes(Payload(a.payload), a.hidden);
+}
+
+// What every remote source calls, passed on to the GPUs of this node by the first block. One warp, lane n for node n.
+__device__ __forceinline__ bool await_sources(const Args& a, Shared& sh, Relay& relay, int lane) {
+  const int source = lane < nodes(a) ? rail_peer(a, lane) : 0;
+  bool ok = true;
+  if (lane < nodes(a) and lane != own_node(a)) {
+    u64 intent = wait_word(a, Op::kDispatch, source, a.intent, source, sh.epoch, 0);
+    ok = intent != 0;
+    if (ok and (intent & kSignatureMask) != u64(a.signature)) {
+      report(a, Fault::kDisagree, Op::kDispatch, sh.epoch, source, a.signature, intent & kSignatureMask);
+      ok = false;
+    }
+    u64 chunk = ok ? wait_word(a, Op::kDispatch, source, a.rail_total, plan_row(lane, kChannels), sh.epoch, 0) : 0;
+    ok = chunk != 0;
+    relay.channels[lane] = intent_channels(intent);
+    relay.chunk[lane] = int(signal_count(chunk));
+    for (int g = 0; ok and blockIdx.x == 0 and g < a.gpus; ++g) {
+      int gpu = own_node(a) * int(a.gpus) + g;
+      if (gpu != a.rank) store_relaxed_sys(heap_word(a, gpu, a.intent, source), intent);
+      store_relaxed_sys(heap_word(a, gpu, a.stream_count, plan_row(source, kChannels)), chunk);
+    }
+  }
+  return __all_sync(kFullWarp, ok);
+}
+
+// What the relay must know of a record when its answers come: by then the rail slot may hold another mode's records.
+__device__ __forceinline__ int* relay_entry(const Args& a, int node, i64 slot) {
+  return reinterpret_cast<int*>(a.relay) + 2 * (node * a.max_tokens + slot);
+}
+
+// One channel of one remote source, in its order. Lane r for rank r of this node.
+__device__ __forceinline__ bool forward(const Args& a, Shared& sh, const Relay& relay, Stage& stage, int node, int channel, int lane) {
+  const Offsets& f = sh.f;
+  const int source = rail_peer(a, node), first = relay.chunk[node] * channel;
+  const bool mine = lane < a.ranks and node_of(a, lane) == own_node(a);
+  const u64 slots = mine ? segment(a, lane, source) : 0;
+  u64 total = wait_word(a, Op::kDispatch, source, a.rail_total, plan_row(node, channel), sh.epoch, 0);
+  if (not __all_sync(kFullWarp, total != 0)) return false;
+  int count = __shfl_sync(kFullWarp, int(signal_count(total)), 0), arrived = 0, sent = 0;
+  for (int k = 0; k < count; ++k) {
+    if (k >= arrived) {
+      u64 tail = wait_word(a, Op::kDispatch, source, a.rail_tail, node * kChannels + channel, sh.epoch, k + 1);
+      if (not __all_sync(kFullWarp, tail != 0)) return false;
+      arrived = int(__shfl_sync(kFullWarp, u32(signal_count(tail)), 0));
+    }
+    stage.load(rail_slot(a, f, node, first + k), f.bytes, lane);
+    stage.await();
+    int id = lane < a.top_k ? stage.get<int>(f.ids + 4 * lane) : -1;
+    u32 ranks = __reduce_or_sync(kFullWarp, id >= 0 ? 1u << owner(a, id) : 0), here = ranks & node_ranks(a, own_node(a));
+    if (lane == 0) {
+      int* entry = relay_entry(a, node, first + k);
+      entry[0] = int(ranks);
+      entry[1] = stage.get<int>(f.weights + 8 * a.top_k) % int(a.max_tokens);
+      *reinterpret_cast<int*>(stage.at + f.weights + 4 * a.top_k) = first + k;
+      fence_async_shared();
+    }
+    __syncwarp();
+    if (here >> lane & 1) bulk_store(slots + i64(first + sent++) * f.bytes, stage.at, f.bytes);
+    bulk_commit();
+    bulk_await_stored();
+  }
+  // Every lane's records are where they went, and behind the __syncwarp of all lanes' fences: each lane may tell its rank.
+  __syncwarp();
+  fence_release();
+  if (mine) {
+    store_relaxed_sys(heap_word(a, lane, a.stream_tail, source * kChannels + channel), signal_word(sh.epoch, sent));
+    store_relaxed_sys(heap_word(a, lane, a.stream_count, plan_row(source, channel)), signal_word(sh.epoch, sent));
+  }
+  if (sent != 0) {
+    i64 mode = stat_mode(a.ranks, a.mode), scalars = mode + kStatRows * a.ranks + kStatForwarded;
+    add_stat(a, mode + lane, sent);
+    add_stat(a, mode + a.ranks + lane, u64(sent) * f.bytes);
+    add_stat(a, scalars, sent);
+    add_stat(a, scalars + 1, u64(sent) * f.bytes);
+  }
+  return true;
+}
+
+// The last block to end tells each of `to` (a function of the index) by storing this epoch in its word.
+template <typename Word>
+__device__ __forceinline__ void signal_as_one(const Args& a, Shared& sh, int words, Word word) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  LaneState* state = reinterpret_cast<LaneState*>(a.state);
+  fence_release();
+  if (atomicAdd(&state->done, u64(1)) != gridDim.x - 1) return;
+  state->done = 0;
+  fence_release();
+  for (int i = 0; i < words; ++i) store_relaxed_sys(word(i), signal_word(sh.epoch, 0));
+}
+
+// Partial sums for one source node, at its relay here: one row a slot, to the row of the token's copy at the owner.
+__device__ __forceinline__ void sum_slot(const Args& a, Stage& stage, int node, i64 slot, int part, int lane) {
+  const int* entry = relay_entry(a, node, slot);
+  const u32 ranks = u32(entry[0]), here = ranks & node_ranks(a, own_node(a));
+  int before = 0;
+  for (int n = 0; n < own_node(a); ++n) before += (ranks & node_ranks(a, n)) != 0;
+  u64 to = a.heap[rail_peer(a, node)] + a.area + before * a.area_segment +
+           entry[1] * combine_record_bytes(Payload(a.payload), a.hidden);
+  u64 row = relay_row(a, int(a.rank), node, __popc(here & below(lane)), slot);
+  sum_rows(stage, to, share(int(2 * a.hidden), part, int(a.send_parts)), here, row, 1.f, lane);
+}
+
+// Tokens of one channel: rows of this node's GPUs, by slot, and of other nodes' relays, by token.
+__device__ __forceinline__ void sum_channel(const Args& a, Stage& stage, int channel, int member, int workers, int lane) {
+  const int parts = int(a.receive_parts);
+  const Range mine = channel_tokens(a, channel);
+  const bool remote = relays<true>(a, lane);
+  const i64 row_bytes = combine_record_bytes(Payload(a.payload), a.hidden);
+  int near_slot = mine.first, unit = member;
+  for (int first = mine.first; first < mine.last; first += 32) {
+    u32 to = block_of_tokens<true>(a, first, mine.last, lane), near = __reduce_or_sync(kFullWarp, remote ? 0 : to);
+    int stop = (min(first + 32, mine.last) - mine.first) * parts;
+    for (; unit < stop; unit += workers) {
+      int i = quotient(unit, parts), part = unit - i * parts;
+      i -= first - mine.first;
+      u32 set = __ballot_sync(kFullWarp, to >> i & 1), local = set & node_ranks(a, own_node(a));
+      // Copies are numbered by node; this node's takes a number too, though its rows never meet there.
+      int copy = remote ? __popc(set & ~local & below(lane)) + (local != 0 and own_node(a) < node_of(a, lane)) : 0;
+      u64 row = remote ? a.heap[a.rank] + a.area + copy * a.area_segment + (first + i) * row_bytes
+                       : relay_row(a, int(a.rank), own_node(a), __popc(local & below(lane)), near_slot + __popc(near & below(i)));
+      sum_rows(stage, a.out + i64(first + i) * 2 * a.hidden, share(int(2 * a.hidden), part, parts), set, row, 1.f, lane);
+    }
+    near_slot += __popc(near);
+  }
+}
+
+}  // namespace ep
+
+extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_rail_send(const __grid_constant__ ep::Args a) {
+  ep::run<ep::Phase::kSend, true>(a);
+}
+extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_rail_place(const __grid_constant__ ep::Args a) {
+  ep::run<ep::Phase::kPlace, true>(a);
+}
+
+// A warp takes one channel of one source at a time.
+extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_forward(const __grid_constant__ ep::Args a) {
+  using namespace ep;
+  __shared__ Shared sh;
+  __shared__ Relay relay;
+  start(a, sh, Op::kDispatch);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, others = nodes(a) - 1;
+  if (warp == 0 and not sh.stopped) {
+    bool ok = await_sources(a, sh, relay, lane);
+    if (lane == 0) sh.stopped = not ok;
+  }
+  __syncthreads();
+  if (sh.stopped) return;
+  Stage stage{stage_memory + warp * a.receive_stage, &sh.bars[warp]};
+  Warps w = all_warps();
+  for (int item = w.first; item < int(kChannels) * others; item += w.step) {
+    int channel = item / others, node = item % others;
+    node += node >= own_node(a);
+    if (channel < relay.channels[node] and not forward(a, sh, relay, stage, node, channel, lane)) return;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_rail_return(const __grid_constant__ ep::Args a) {
+  using namespace ep;
+  __shared__ Shared sh;
+  start(a, sh, Op::kCombine);
+  if (sh.stopped) return;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, parts = int(a.send_parts);
+  const int* plan = reinterpret_cast<const int*>(a.plan);
+  const int records = plan[plan_row(a.ranks - 1, kChannels)];
+  const int first = lane < a.ranks ? plan[plan_row(lane, 0)] : records;
+  Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
+  Warps w = all_warps();
+  for (i64 unit = w.first; unit < i64(records) * parts; unit += w.step) {
+    int record = int(unit / parts), source = __popc(__ballot_sync(kFullWarp, first <= record)) - 1;
+    int target = reinterpret_cast<const int*>(a.target)[record];
+    u64 to = relay_row(a, own_node(a) * int(a.gpus) + source % int(a.gpus), node_of(a, source),
+                       target / int(a.max_tokens), target % int(a.max_tokens));
+    send_back(a, stage, to, record, int(unit % parts), lane);
+  }
+  const i64 mode = stat_mode(a.ranks, a.mode);
+  if (blockIdx.x == 0 and warp == 0) {
+    int next = lane < a.ranks ? plan[plan_row(lane, kChannels)] : records, count = next - first;
+    i64 relay = own_node(a) * a.gpus + lane % a.gpus;
+    if (lane < a.ranks and count != 0) {
+      add_stat(a, mode + 2 * a.ranks + relay, count);
+      add_stat(a, mode + 3 * a.ranks + relay, u64(count) * combine_record_bytes(Payload(a.payload), a.hidden));
+    }
+    if (lane == 0) add_stat(a, mode + kStatRows * a.ranks + 1, 1);
+    for (i64 e = lane; e < a.local_experts; e += 32)
+      add_stat(a, stat_experts(a.ranks) + e, reinterpret_cast<const int*>(a.counts)[e]);
+  }
+  signal_as_one(a, sh, int(a.ranks), [&](int source) {
+    int relay = own_node(a) * int(a.gpus) + source % int(a.gpus);
+    return heap_word(a, relay, a.relay_returned, node_of(a, source) * a.gpus + a.rank % a.gpus);
+  });
+}
+
+// For every remote source, once all GPUs of this node have answered it.
+extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_relay_sum(const __grid_constant__ ep::Args a) {
+  using namespace ep;
+  __shared__ Shared sh;
+  start(a, sh, Op::kCombine);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, parts = int(a.send_parts);
+  bool ok = not sh.stopped;
+  if (ok and threadIdx.x < a.ranks and node_of(a, threadIdx.x) != own_node(a)) {
+    int gpu = own_node(a) * int(a.gpus) + threadIdx.x % int(a.gpus);
+    ok = wait_word(a, Op::kCombine, gpu, a.relay_returned, threadIdx.x, sh.epoch, 0) != 0;
+  }
+  if (not __syncthreads_and(ok)) return;
+  Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
+  Warps w = all_warps();
+  const i64 row_bytes = combine_record_bytes(Payload(a.payload), a.hidden);
+  for (int node = 0; node < nodes(a); ++node) {
+    if (node == own_node(a)) continue;
+    const int channels = intent_channels(load_relaxed_sys(own_word(a, a.intent, rail_peer(a, node))));
+    const int chunk = int(signal_count(load_relaxed_sys(own_word(a, a.rail_total, plan_row(node, kChannels)))));
+    int rows = 0;
+    for (int unit = w.first; unit < channels * chunk * parts; unit += w.step) {
+      int slot = unit / parts, part = unit % parts, channel = slot / chunk;
+      u64 total = load_relaxed_sys(own_word(a, a.rail_total, plan_row(node, channel)));
+      if (slot - channel * chunk >= int(signal_count(total))) continue;
+      sum_slot(a, stage, node, slot, part, lane);
+      rows += part == 0;
+    }
+    if (lane == 0 and rows != 0) {
+      i64 mode = stat_mode(a.ranks, a.mode), to = mode + 2 * a.ranks + rail_peer(a, node);
+      add_stat(a, to, rows);
+      add_stat(a, to + a.ranks, u64(rows) * row_bytes);
+      add_stat(a, mode + kStatRows * a.ranks + kStatForwarded + 2, rows);
+      add_stat(a, mode + kStatRows * a.ranks + kStatForwarded + 3, u64(rows) * row_bytes);
+    }
+  }
+  signal_as_one(a, sh, nodes(a), [&](int node) { return heap_word(a, rail_peer(a, node), a.returned, a.rank); });
+}
+
+// The owner's sum. The words that it awaits also say that every slot of this epoch has been read: a relay answers only after
+// all GPUs of its node.
+extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_rail_sum(const __grid_constant__ ep::Args a) {
+  using namespace ep;
+  __shared__ Shared sh;
+  start(a, sh, Op::kCombine);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  const int rank = threadIdx.x;
+  bool ok = not sh.stopped;
+  if (ok and rank < a.ranks and is_peer<true>(a, rank)) {
+    i64 word = relays<true>(a, rank) ? a.returned : a.relay_returned;
+    ok = wait_word(a, Op::kCombine, rank, word, rank, sh.epoch, 0) != 0;
+  }
+  ok = __syncthreads_and(ok);
+  Stage stage{stage_memory + warp * a.receive_stage, &sh.bars[warp]};
+  const int groups = int(a.receive_groups), workers = warps / groups, group = warp / workers;
+  for (int channel = blockIdx.x + gridDim.x * group; ok and group < groups and channel < a.channels; channel += gridDim.x * groups)
+    sum_channel(a, stage, channel, warp % workers, workers, lane);
+  if (not ok) fill_nan(a.out, a.tokens * 2 * a.hidden);
+}
