@@ -59,7 +59,8 @@ __device__ __forceinline__ void count_channel(const Args& a, u64 epoch, int chan
 }
 
 // A token of this rank becomes a record in a slot.
-__device__ __forceinline__ void send_record(const Args& a, const Offsets& f, Stage& stage, u64 epoch, u64 slot, i64 token, int lane) {
+__device__ __forceinline__ void send_record(const Args& a, const Offsets& f, Stage& stage, u64 epoch, u64 slot, i64 token,
+                                            int lane) {
   Targets t{slot, 1};   // the same in all lanes
   const u64 row = input_row(a, f, token);
   if (a.cast) {
@@ -88,7 +89,8 @@ struct Sending {
   u32 left = 0;   // those of them still to be sent
 
   __device__ __forceinline__ Sending(const Args& a, const Shared& sh, Stage& stage, int channel, int member, int lane)
-      : a(a), f(sh.f), stage(stage), epoch(sh.epoch), tokens(channel_tokens(a, channel)), channel(channel), lane(lane), first(tokens.first - 32) {
+      : a(a), f(sh.f), stage(stage), epoch(sh.epoch), tokens(channel_tokens(a, channel)), channel(channel),
+        lane(lane), first(tokens.first - 32) {
     if (lane % int(a.senders) == member) to = route(a, lane);
     if (to.peer < 0) {
       first = tokens.last;
@@ -114,7 +116,8 @@ struct Sending {
       if (lane == j) first = from, left = bits;
       return;
     }
-    send_record(a, f, stage, epoch, __shfl_sync(kFullWarp, record_slot(a, ring, channel, f.bytes), j), from + __ffs(bits) - 1, lane);
+    const u64 slot = __shfl_sync(kFullWarp, record_slot(a, ring, channel, f.bytes), j);
+    send_record(a, f, stage, epoch, slot, from + __ffs(bits) - 1, lane);
     if (lane == j) left &= left - 1, ++ring.done;
   }
   __device__ __forceinline__ void count() const { add_written(a, Op::kDispatch, to.peer, ring.done, f.bytes, false); }
@@ -258,7 +261,9 @@ struct Returning {
     for (int part = 0; part < a.send_parts; ++part) send_back(a, stage, slot, record, part, lane);
     if (lane == source) ++ring.done;
   }
-  __device__ __forceinline__ void count() const { add_written(a, Op::kCombine, relay_here(a, lane), ring.done, sum_bytes(a), false); }
+  __device__ __forceinline__ void count() const {
+    add_written(a, Op::kCombine, relay_here(a, lane), ring.done, sum_bytes(a), false);
+  }
 };
 
 // Sums of this node's GPUs for this rank's rail peers. Lane n writes node n's; lane n * G + g reads those of GPU g.
@@ -318,7 +323,8 @@ struct Merging {
 };
 
 template <typename Streams>
-__device__ __forceinline__ bool serve_channel(const Args& a, Op op, const Shared& sh, Stage& stage, int channel, int member, int lane) {
+__device__ __forceinline__ bool serve_channel(const Args& a, Op op, const Shared& sh, Stage& stage, int channel, int member,
+                                              int lane) {
   Streams s(a, sh, stage, channel, member, lane);
   if (not serve(a, op, sh.epoch, s, lane)) return false;
   s.count();
@@ -357,8 +363,8 @@ __device__ __forceinline__ bool sum_channel(const Args& a, Shared& sh, Stage& st
       __syncwarp();
       const u32 set = __ballot_sync(kFullWarp, expected);
       for (int part = member; part < parts; part += int(a.receivers))
-        sum_rows(stage, a.out + i64(first + i) * 2 * a.hidden, share(int(2 * a.hidden), part, parts), set, sum_slot(a, ring, channel), 1.f,
-                 lane);
+        sum_rows(stage, a.out + i64(first + i) * 2 * a.hidden, share(int(2 * a.hidden), part, parts), set,
+                 sum_slot(a, ring, channel), 1.f, lane);
       ring.done += expected;
       sh.progress.finish(member, ++done, lane);
     }

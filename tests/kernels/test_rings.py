@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from ep_backend import layout
-from ep_backend.layout import Payload
 from ep_backend.routing import KINDS
 from tests.core import oracle
 from tests.core.pool import Outcome, Pool, World, attempt
 from tests.core.rounds import Round
-from tests.core.test_stats import answers, copies
 
 PAYLOADS = ("bf16", "fp8", "fp8_cast", "fp8_ue8m0_cast")
 TOPOLOGIES = [(2, 2), (4, 2)]
@@ -160,29 +157,6 @@ def test_a_peer_that_stalls_in_a_stream_fails_the_buffer(ranks: Any, kernels: st
     whys = [why for _, _, why in found]
     assert any(why and f"{op}: mode=normal, lane=0, epoch=2" in why and "peer=" in why for why in whys), whys
     assert all(took < 16 for _, took, _ in found)
-
-
-def counted(world: World, gpus: int, case: oracle.Case) -> dict[str, Any]:
-    with world.make(gpus_per_node=gpus, max_tokens={"normal": 12}) as buffer:
-        for _ in range(2):
-            Round(world, buffer, case, "normal", payload="fp8").run()
-        found: dict[str, Any] = buffer.stats()["modes"]["normal"]
-        return found
-
-
-@pytest.mark.parametrize("size,gpus", [(2, 2), (4, 2), (4, 1)])
-def test_copies_equal_the_analytic_numbers(ranks: Any, kernels: str, size: int, gpus: int) -> None:
-    case = oracle.make_case(3, [(5 * r + 3) % 13 for r in range(size)], kind="holes")
-    sent, back = copies(case, gpus, True, False), answers(case, gpus, True, False)
-    record = layout.record(Payload.FP8, 256, 4).bytes
-    for rank, s in enumerate(ranks(size, kernels).run(counted, gpus, case)):
-        assert (s["dispatches"], s["combines"], s["tokens"]) == (2, 2, 2 * len(case.x[rank]))
-        for path in ("local", "scale_up", "scale_out", "forwarded"):
-            where = f"rank {rank}, {path}"
-            assert s["records"][path] == 2 * sent[rank][path], where
-            assert s["bytes"][path] == 2 * sent[rank][path] * record, where
-            assert s["combine_records"][path] == 2 * back[rank][path], where
-            assert s["combine_bytes"][path] == 2 * back[rank][path] * 512, where
 
 
 def budgets(world: World) -> None:

@@ -59,7 +59,7 @@ class _State:
     args: Args
     received: Received
     dispatch: tuple[int, ...]  # values of launch.CALL before the launch's own
-    keep: tuple[torch.Tensor, ...]
+    keep: tuple[torch.Tensor | None, ...]
     counted: _Counted | None
     y: torch.Tensor | None = None
 
@@ -239,9 +239,10 @@ class NvshmemFabric:
         weight, relay = position + 4 * sizes[2], position + 8 * sizes[2]
         plan = records.data_ptr() if counted is None else counted.plan.data_ptr()
         waits = call.host_counts and not masked and counted is None
-        record = layout.record(call.payload, s.hidden, s.top_k).bytes
-        kept = self._empty((capacity if counted is not None and self._launches.ordered(call) else 0, record), torch.uint8)
-        scratch = (plan, target, position, weight, relay, kept.data_ptr())
+        kept = None
+        if counted is not None and self._launches.ordered(call):
+            kept = self._empty((capacity, layout.record(call.payload, s.hidden, s.top_k).bytes), torch.uint8)
+        scratch = (plan, target, position, weight, relay, _address(kept))
         values = self._values(call, (rows, scales, ids, weights, counts), stride, waits, scratch, capacity)
         received = Received(rows, scales, ids, weights, counts, counted.rows if counted is not None else None)
         return _State(self._args_of(call), received, values, (records, rows, kept), counted)

@@ -57,7 +57,14 @@ __device__ __forceinline__ End writes(const Args& a, int reader, int ring, Word 
           int(a.ring_share)};
 }
 __device__ __forceinline__ End reads(const Args& a, int writer, int ring, Word tail, Word head, int channel) {
-  return {writer, u32(ring), 0, ring_word(a, tail.array, tail.ring, channel), ring_word(a, head.array, head.ring, channel), 0, 0, 0};
+  return {writer,
+          u32(ring),
+          0,
+          ring_word(a, tail.array, tail.ring, channel),
+          ring_word(a, head.array, head.ring, channel),
+          0,
+          0,
+          0};
 }
 __device__ __forceinline__ u64 record_slot(const Args& a, const End& e, int channel, int bytes) {
   return e.slot(a, a.slots, a.slot_segment, channel, bytes);
