@@ -127,6 +127,7 @@ class BufferConfig:
     def shape(self) -> Shape:
         """The memory layout's view of this configuration."""
         tokens = {m.value: self.max_tokens.get(m, 0) for m in Mode}
+        several = self.gpus_per_node < self.ranks
         return Shape(
             ranks=self.ranks,
             gpus_per_node=self.gpus_per_node,
@@ -135,7 +136,7 @@ class BufferConfig:
             hidden=self.hidden,
             **tokens,
             per_expert=int(self.low_latency_form == "per_expert" and Mode.LOW_LATENCY in self.max_tokens),
-            staging=int(self.rail == "put" and self.fabric == "nvshmem"),
+            staging=int(self.rail == "put" and self.fabric == "nvshmem" and Mode.HYBRID in self.max_tokens and several),
             ring_slots=self.ring_slots,
             record_bytes=max(layout.record(p, self.hidden, self.top_k).bytes for p in self.payloads),
             combine_bytes=max(layout.combine_record_bytes(p, self.hidden) for p in self.payloads),

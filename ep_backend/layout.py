@@ -142,6 +142,8 @@ class Words:
     stream_returned: int
     rail_tail: int
     rail_total: int
+    rail_arrived: int
+    rail_rows: int
     relay_returned: int
     count: int
     rail_count: int
@@ -167,6 +169,8 @@ def words(s: Shape) -> Words:
         "stream_returned": s.ranks * CHANNELS,
         "rail_tail": s.nodes * CHANNELS,
         "rail_total": s.nodes * (CHANNELS + 1),
+        "rail_arrived": s.nodes * CHANNELS if s.staging else 0,
+        "rail_rows": s.nodes if s.staging else 0,
         "relay_returned": s.ranks,
         "count": s.ranks,
         "rail_count": s.nodes * RING_CHANNELS,
@@ -251,8 +255,7 @@ def lane(s: Shape) -> Lane:
     dispatch = words(s).bytes
     combine = align_up(dispatch + max((b.dispatch for b in modes), default=0), REGION_ALIGN)
     staging = align_up(combine + max((b.combine for b in modes), default=0), REGION_ALIGN)
-    tokens = max(s.direct, s.low_latency, s.hybrid)
-    staged = max(tokens * s.record_bytes, s.ranks * tokens * s.combine_bytes) if s.staging else 0
+    staged = s.hybrid * (s.record_bytes + s.nodes * s.combine_bytes) if s.staging else 0
     return Lane(0, dispatch, combine, staging, align_up(staging + staged, REGION_ALIGN))
 
 

@@ -21,7 +21,7 @@ class Settings(BaseModel):
 
     deployment: str = "default"
     role: Role | None = None
-    """None: from the engine's own configuration (vLLM: kv_role)."""
+    """None: from the engine's own configuration (vLLM: kv_role; SGLang: --disaggregation-mode)."""
     mode: Wish = AUTO
     max_tokens: dict[Mode, PositiveInt] = {}
     """Most tokens a rank dispatches in one call, by mode. Absent: the engine's own limit, for the mode in use."""

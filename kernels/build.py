@@ -1,12 +1,15 @@
-"""Compiles the CUDA images of this folder: `python kernels/build.py OUT_DIR`, or `build(out_dir)`.
+"""Compiles the CUDA images of this folder: `python kernels/build.py OUT_DIR [FLAG...]`, or `build(out_dir)`.
 
-Each image is one kernel file for one architecture. Images of the tuned architecture may neither spill nor use a stack:
-that is an error. The others are compiled and reported only.
+Each image is one kernel file for one architecture. Hot images of the tuned architecture may neither spill nor use a stack:
+that is an error. The others are compiled and reported only. Images of remote puts hold NVSHMEM's device code and are made
+where its library is: NVSHMEM_HOME names the folder with include/ and lib/, or the package nvidia-nvshmem-cu13 is installed.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +21,7 @@ HERE = Path(__file__).resolve().parent
 TUNED = "sm_90a"
 ARCHITECTURES = (TUNED, "sm_100a")
 HOT = ("dispatch", "combine", "per_expert", "hybrid", "rings")
+PUTS = ("hybrid",)
 FLAGS = ("-std=c++17", "-O3", "-Xptxas=-v", "-Werror=all-warnings")
 
 
@@ -45,6 +49,12 @@ def build(out_dir: Path | str, extra: tuple[str, ...] = ()) -> list[Path]:
     with ThreadPoolExecutor(2) as pool:
         reports = list(pool.map(lambda job: _compile(*job, out, extra), jobs))
     kernels = [k for report in reports for k in report]
+    written = [out / f"{name}.{arch}.cubin" for name, arch in jobs]
+    nvshmem = find_nvshmem()
+    if nvshmem is None:
+        print("no image of remote puts: NVSHMEM is not here (set NVSHMEM_HOME, or install nvidia-nvshmem-cu13)")
+    else:
+        written += [_compile_puts(name, arch, out, nvshmem, extra) for name in PUTS for arch in ARCHITECTURES]
     for k in kernels:
         print(
             f"{k.image}: {k.kernel} {k.registers} registers, {k.shared_bytes} bytes shared, "
@@ -52,18 +62,50 @@ def build(out_dir: Path | str, extra: tuple[str, ...] = ()) -> list[Path]:
         )
         if TUNED in k.image and (k.spill_bytes or k.stack_bytes):
             raise BuildError(f"{k.kernel} in {k.image} spills or uses a stack: give it fewer live values or fewer threads")
-    (out / "images.json").write_text(json.dumps({"kernels": [asdict(k) for k in kernels]}, indent=1) + "\n")
-    return [out / f"{name}.{arch}.cubin" for name, arch in jobs] + [out / "images.json"]
+    facts = {"nvshmem": nvshmem_version(nvshmem) if nvshmem else None, "kernels": [asdict(k) for k in kernels]}
+    (out / "images.json").write_text(json.dumps(facts, indent=1) + "\n")
+    return [*written, out / "images.json"]
+
+
+def find_nvshmem() -> Path | None:
+    """The folder with NVSHMEM's include/ and lib/."""
+    places = [Path(os.environ["NVSHMEM_HOME"])] if "NVSHMEM_HOME" in os.environ else []
+    if importlib.util.find_spec("nvidia") is not None:
+        spec = importlib.util.find_spec("nvidia.nvshmem")
+        places += map(Path, spec.submodule_search_locations or []) if spec else []
+    return next((p for p in places if (p / "lib" / "libnvshmem_device.a").exists()), None)
+
+
+def nvshmem_version(home: Path) -> str:
+    """As the headers state it: the device code of an image must be of the library that runs with it."""
+    text = (home / "include" / "non_abi" / "nvshmem_version.h").read_text()
+    return ".".join(re.findall(r"#define NVSHMEM_VENDOR_(?:MAJOR|MINOR|PATCH)_VERSION (\d+)", text))
+
+
+def _compile_puts(name: str, arch: str, out: Path, nvshmem: Path, extra: tuple[str, ...]) -> Path:
+    image, part = out / f"{name}_put.{arch}.cubin", out / f"{name}_put.{arch}.o"
+    target = f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}"
+    includes = (f"-I{HERE / 'include'}", f"-I{nvshmem / 'include'}")
+    # NVSHMEM's functions are called, not inlined: callees must fit the registers of a block of 1024 threads, too.
+    flags = (*FLAGS[:2], "-DEP_RAIL_PUT", "-maxrregcount=64", "-rdc=true", *extra)
+    _nvcc(name, arch, "-c", target, *flags, *includes, "-o", str(part), str(HERE / f"{name}.cu"))
+    _nvcc(name, arch, "-dlink", "-cubin", target, str(part), f"-L{nvshmem / 'lib'}", "-lnvshmem_device", "-o", str(image))
+    part.unlink()
+    return image
+
+
+def _nvcc(name: str, arch: str, *arguments: str) -> str:
+    done = subprocess.run(["nvcc", *arguments], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise BuildError(f"nvcc failed on {name}.cu for {arch}:\n{done.stdout}{done.stderr}")
+    return done.stderr
 
 
 def _compile(name: str, arch: str, out: Path, extra: tuple[str, ...]) -> list[Resources]:
     image = out / f"{name}.{arch}.cubin"
     target = f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}"
-    command = ["nvcc", "-cubin", target, *FLAGS, *extra, f"-I{HERE / 'include'}", "-o", str(image), str(HERE / f"{name}.cu")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise BuildError(f"nvcc failed on {name}.cu for {arch}:\n{done.stdout}{done.stderr}")
-    return report(done.stderr, image.name)
+    flags = ("-cubin", target, *FLAGS, *extra, f"-I{HERE / 'include'}")
+    return report(_nvcc(name, arch, *flags, "-o", str(image), str(HERE / f"{name}.cu")), image.name)
 
 
 def report(text: str, image: str) -> list[Resources]:
@@ -90,5 +132,5 @@ def report(text: str, image: str) -> list[Resources]:
 
 
 if __name__ == "__main__":
-    for path in build(sys.argv[1] if len(sys.argv) > 1 else HERE.parent / "ep_backend" / "images"):
+    for path in build(sys.argv[1] if len(sys.argv) > 1 else HERE.parent / "ep_backend" / "images", tuple(sys.argv[2:])):
         print(path)

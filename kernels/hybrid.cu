@@ -61,6 +61,13 @@ __device__ __forceinline__ bool forward(const Args& a, Shared& sh, const Relay& 
   u64 total = wait_word(a, Op::kDispatch, source, a.rail_total, plan_row(node, channel), sh.epoch, 0);
   if (not __all_sync(kFullWarp, total != 0)) return false;
   int count = __shfl_sync(kFullWarp, int(signal_count(total)), 0), arrived = 0, sent = 0;
+  if (kRailPut) {
+    u64* base = puts(a, put_base(node, channel));
+    bool here = wait_puts(a, Op::kDispatch, source, a.rail_arrived, node * kChannels + channel, sh.epoch, *base, count);
+    if (not __all_sync(kFullWarp, here)) return false;
+    if (lane == 0) *base += count;
+    arrived = count;
+  }
   for (int k = 0; k < count; ++k) {
     if (k >= arrived) {
       u64 tail = wait_word(a, Op::kDispatch, source, a.rail_tail, node * kChannels + channel, sh.epoch, k + 1);
@@ -100,9 +107,9 @@ __device__ __forceinline__ bool forward(const Args& a, Shared& sh, const Relay& 
   return true;
 }
 
-// The last block to end tells each of `to` (a function of the index) by storing this epoch in its word.
-template <typename Word>
-__device__ __forceinline__ void signal_as_one(const Args& a, Shared& sh, int words, Word word) {
+// The last block to end says so: signal(i) for each i.
+template <typename Signal>
+__device__ __forceinline__ void signal_as_one(const Args& a, int words, Signal signal) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   LaneState* state = reinterpret_cast<LaneState*>(a.state);
@@ -110,19 +117,27 @@ __device__ __forceinline__ void signal_as_one(const Args& a, Shared& sh, int wor
   if (atomicAdd(&state->done, u64(1)) != gridDim.x - 1) return;
   state->done = 0;
   fence_release();
-  for (int i = 0; i < words; ++i) store_relaxed_sys(word(i), signal_word(sh.epoch, 0));
+  for (int i = 0; i < words; ++i) signal(i);
 }
 
 // Partial sums for one source node, at its relay here: one row a slot, to the row of the token's copy at the owner.
 __device__ __forceinline__ void sum_slot(const Args& a, Stage& stage, int node, i64 slot, int part, int lane) {
-  const int* entry = relay_entry(a, node, slot);
+  const int *entry = relay_entry(a, node, slot), parts = int(a.send_parts);
   const u32 ranks = u32(entry[0]), here = ranks & node_ranks(a, own_node(a));
   int before = 0;
   for (int n = 0; n < own_node(a); ++n) before += (ranks & node_ranks(a, n)) != 0;
-  u64 to = a.heap[rail_peer(a, node)] + a.area + before * a.area_segment +
-           entry[1] * combine_record_bytes(Payload(a.payload), a.hidden);
-  u64 row = relay_row(a, int(a.rank), node, __popc(here & below(lane)), slot);
-  sum_rows(stage, to, share(int(2 * a.hidden), part, int(a.send_parts)), here, row, 1.f, lane);
+  const i64 row_bytes = combine_record_bytes(Payload(a.payload), a.hidden);
+  const i64 there = a.area + before * a.area_segment + entry[1] * row_bytes;
+  const u64 row = relay_row(a, int(a.rank), node, __popc(here & below(lane)), slot);
+  if (not kRailPut) {
+    sum_rows(stage, a.heap[rail_peer(a, node)] + there, share(int(2 * a.hidden), part, parts), here, row, 1.f, lane);
+    return;
+  }
+  const i64 staged = a.staged_rows + (node * a.max_tokens + slot) * row_bytes;
+  for (int p = 0; p < parts; ++p) sum_rows(stage, a.heap[a.rank] + staged, share(int(2 * a.hidden), p, parts), here, row, 1.f, lane);
+  __syncwarp();
+  fence_release();
+  put(a, rail_peer(a, node), there, staged, u32(2 * a.hidden), a.rail_rows, own_node(a));
 }
 
 // Tokens of one channel: rows of this node's GPUs, by slot, and of other nodes' relays, by token.
@@ -210,9 +225,9 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_rail_return(con
     for (i64 e = lane; e < a.local_experts; e += 32)
       add_stat(a, stat_experts(a.ranks) + e, reinterpret_cast<const int*>(a.counts)[e]);
   }
-  signal_as_one(a, sh, int(a.ranks), [&](int source) {
+  signal_as_one(a, int(a.ranks), [&](int source) {
     int relay = own_node(a) * int(a.gpus) + source % int(a.gpus);
-    return heap_word(a, relay, a.relay_returned, node_of(a, source) * a.gpus + a.rank % a.gpus);
+    tell(a, false, relay, a.relay_returned, node_of(a, source) * a.gpus + a.rank % a.gpus, signal_word(sh.epoch, 0));
   });
 }
 
@@ -236,8 +251,9 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_relay_sum(const
     const int channels = intent_channels(load_relaxed_sys(own_word(a, a.intent, rail_peer(a, node))));
     const int chunk = int(signal_count(load_relaxed_sys(own_word(a, a.rail_total, plan_row(node, kChannels)))));
     int rows = 0;
-    for (int unit = w.first; unit < channels * chunk * parts; unit += w.step) {
-      int slot = unit / parts, part = unit % parts, channel = slot / chunk;
+    const int shared = kRailPut ? 1 : parts;   // a put takes a whole row
+    for (int unit = w.first; unit < channels * chunk * shared; unit += w.step) {
+      int slot = unit / shared, part = unit % shared, channel = slot / chunk;
       u64 total = load_relaxed_sys(own_word(a, a.rail_total, plan_row(node, channel)));
       if (slot - channel * chunk >= int(signal_count(total))) continue;
       sum_slot(a, stage, node, slot, part, lane);
@@ -251,7 +267,9 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_relay_sum(const
       add_stat(a, mode + kStatRows * a.ranks + kStatForwarded + 3, u64(rows) * row_bytes);
     }
   }
-  signal_as_one(a, sh, nodes(a), [&](int node) { return heap_word(a, rail_peer(a, node), a.returned, a.rank); });
+  signal_as_one(a, nodes(a), [&](int node) {
+    tell(a, node != own_node(a), rail_peer(a, node), a.returned, a.rank, signal_word(sh.epoch, 0));
+  });
 }
 
 // The owner's sum. The words that it awaits also say that every slot of this epoch has been read: a relay answers only after
@@ -266,6 +284,10 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_rail_sum(const 
   if (ok and rank < a.ranks and is_peer<true>(a, rank)) {
     i64 word = relays<true>(a, rank) ? a.returned : a.relay_returned;
     ok = wait_word(a, Op::kCombine, rank, word, rank, sh.epoch, 0) != 0;
+    if (kRailPut and ok and relays<true>(a, rank)) {
+      const u64 rows = *puts(a, put_expected(nodes(a), node_of(a, rank)));
+      ok = wait_puts(a, Op::kCombine, rank, a.rail_rows, node_of(a, rank), sh.epoch, 0, rows);
+    }
   }
   ok = __syncthreads_and(ok);
   Stage stage{stage_memory + warp * a.receive_stage, &sh.bars[warp]};

@@ -1,4 +1,8 @@
-"""Talks to the agents of a role: always to every rank, and what one rank cannot do fails for all."""
+"""Talks to the agents of a role: always to every rank, and what one rank cannot do fails for all.
+
+Agents serve either engine. SGLang's own /set_internal_state reaches every rank as well, but answers with one boolean a group
+of ranks and no reason, and does not answer while a scheduler is stuck, which is when one wants to know.
+"""
 
 import asyncio
 from collections.abc import Sequence

@@ -24,9 +24,13 @@ def _check_sglang(deployment: Deployment) -> Iterator[Problem]:
     roles = [(name, role) for name, role in deployment.roles.items() if role.engine == "sglang"]
     if roles:
         try:
-            interpreters.sglang()
+            python, _ = interpreters.sglang()
         except interpreters.NoInterpreter as error:
             yield Problem(("roles", roles[0][0], "engine"), f"is sglang, but {error}", error.fix, "EP013")
+            return
+        if deployment.roles.unified is None and not interpreters.has_sglang_router(python):
+            what = f"are a pair of sglang, but {python} has no sglang_router to stand before it"
+            yield Problem(("roles",), what, f"{python} -m pip install sglang-router", "EP013")
     for name, role in roles:
         if role.nodes > 1 and not deployment.target.namespaces:
             what = f"is {role.nodes}, but every launch of SGLang wants the same ports of this machine for itself"

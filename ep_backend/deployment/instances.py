@@ -53,13 +53,15 @@ def router_instance(deployment: Deployment, engines: list[Instance]) -> Instance
         bootstrap = prefill[prefill.index(BOOTSTRAP) + 1]
         command = [interpreters.sglang()[0], "-P", "-m", "sglang_router.launch_router", "--pd-disaggregation"]
         command += ["--prefill", bases["prefill"], bootstrap]
+        health = "readiness"  # its /health does not wait for the engines
     else:
         command = [_program("vllm-router"), "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
         command += ["--prefill", bases["prefill"]]
+        health = "health"
     command += ["--decode", bases["decode"], "--host", host, "--port", str(port), "--policy", "round_robin"]
     # A retry would repeat a request whose engine has just died, and hide that.
     command += ["--disable-retries", "--prometheus-port", str(free_ports(1))]
-    return Instance("router", None, command, health=f"http://{host}:{port}/health")
+    return Instance("router", None, command, health=f"http://{host}:{port}/{health}")
 
 
 def role_instances(deployment: Deployment, name: RoleName, role: Role, folder: Path) -> list[Instance]:

@@ -10,6 +10,7 @@ from ep_backend.deployment.engines import installed
 SGLANG_PYTHON = "EP_SGLANG_PYTHON"
 TIMEOUT_S = 60
 VERSIONS = "from importlib.metadata import version; print(version('sglang'), version('ep-backend'))"
+ROUTER = "from importlib.util import find_spec; raise SystemExit(find_spec('sglang_router') is None)"
 
 
 class NoInterpreter(Exception):
@@ -34,3 +35,7 @@ def sglang() -> tuple[str, str]:
         reason = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
         raise NoInterpreter(f"{SGLANG_PYTHON}={python} has not all it needs ({reason[0]})")
     return python, done.stdout.split()[0].split("+")[0]
+
+
+def has_sglang_router(python: str) -> bool:
+    return subprocess.run([python, "-P", "-c", ROUTER], timeout=TIMEOUT_S, capture_output=True).returncode == 0

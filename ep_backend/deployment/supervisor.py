@@ -210,7 +210,7 @@ class Supervisor:
                     started_at=time.time(),
                     log=log,
                     agents=instance.agents,
-                    url=instance.health.removesuffix("/health") if instance.health else None,
+                    url=instance.health.rpartition("/")[0] if instance.health else None,
                     pid=child.pid,
                 )
             )

@@ -106,9 +106,8 @@ def print_status(now: DeploymentStatus, control_url: str) -> None:
     for instance in now.instances:
         say(f"  {instance.name}: process {instance.pid}, log {instance.log}")
         if instance.starting_s is not None:
-            say(
-                f"  {instance.name}: starting for {instance.starting_s:.0f} s: {last_line(instance.log)[:NOTE_WIDTH]}", "yellow"
-            )
+            doing = last_line(instance.log)[:NOTE_WIDTH] or "nothing logged yet"
+            say(f"  {instance.name}: starting for {instance.starting_s:.0f} s: {doing}", "yellow")
     rows = []
     for role in now.roles:
         if role.role in now.starting:
@@ -126,7 +125,8 @@ def print_status(now: DeploymentStatus, control_url: str) -> None:
         say(f"  the file differs: {change}", "yellow")
     if now.file_error:
         say(f"  the file cannot be compared: {now.file_error}", "yellow")
-    console.print(counters_table("counters since start; * marks the mode executed last", rows))
+    if rows:
+        console.print(counters_table("counters since start; * marks the mode executed last", rows))
 
 
 def print_applied(applied: Applied) -> None:

@@ -231,6 +231,10 @@ class Pool:
     def _start(self) -> None:
         if self.workers:
             return
+        if self.fabric == "emulated":  # once, and not within a call's time
+            from tests.kernels.emulator import compile_all
+
+            compile_all()
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # A killed rank 0 takes the store with it; c10d's pages of backtraces about that hide the error.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -169,7 +169,8 @@ def test_offsets_past_4_gib(header: Any) -> None:
 def test_regions_do_not_overlap(s: Shape) -> None:
     w = layout.words(s)
     lengths = {"expert_arrival": s.experts if s.per_expert else 0}
-    lengths |= dict.fromkeys(("rail_tail", "rail_total"), s.nodes * layout.RAIL_CHANNELS)
+    lengths |= {"rail_tail": s.nodes * layout.CHANNELS, "rail_total": s.nodes * (layout.CHANNELS + 1)}
+    lengths |= {"rail_arrived": s.staging * s.nodes * layout.CHANNELS, "rail_rows": s.staging * s.nodes}
     lengths |= dict.fromkeys(("stream_tail", "stream_returned"), s.ranks * layout.CHANNELS)
     lengths["stream_count"] = s.ranks * (layout.CHANNELS + 1)
     by_node = ("rail_count", "rail_ring_tail", "rail_ring_head", "rail_back_tail", "rail_back_head")

@@ -70,6 +70,7 @@ SHAPES: list[tuple[int, dict[str, Any]]] = [
     (2, {"low_latency_form": "per_expert"}),
     (3, {"gpus_per_node": 1}),
     (4, {"gpus_per_node": 2}),
+    (4, {"gpus_per_node": 2, "rail": "put"}),
     (6, {"gpus_per_node": 3, "ring_slots": 2}),
     (8, {"gpus_per_node": 4, "low_latency_form": "per_expert"}),
 ]

@@ -89,8 +89,21 @@ def test_a_pair_and_its_router(write_file: Callable[..., Path], tmp_path: Path) 
         "sglang_router.launch_router",
         "--pd-disaggregation",
     ]
+    assert (router.health or "").endswith("/readiness")
     at = router.command.index("--prefill")
     assert router.command[at + 1 : at + 3] == [f"http://127.0.0.1:{value(prefill, '--port')}", bootstrap]
+
+
+def test_a_pair_without_its_router_is_told_before_loading(
+    write_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment = load(write_file(*PAIR)).deployment
+    monkeypatch.setattr(interpreters, "sglang", lambda: (sys.executable, "0.5.23"))
+    assert not interpreters.has_sglang_router(sys.executable)
+    (problem,) = check_startable(deployment)
+    assert problem.place == ("roles",) and problem.fix == f"{sys.executable} -m pip install sglang-router"
+    monkeypatch.setattr(interpreters, "ROUTER", "")
+    assert check_startable(deployment) == []
 
 
 def test_a_role_on_two_nodes_is_two_launches(unified: Callable[..., Deployment], tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_status_of_what_still_starts(workplace: Workplace) -> None:
     code, output = workplace.run("status", str(workplace.file))
     assert code == 0, output
     assert re.search(r"decode: starting for \d+ s", output)
-    assert "Connect" not in output
+    assert "Connect" not in output and "counters" not in output
     child.send_signal(signal.SIGINT)
     child.communicate(timeout=60)
 

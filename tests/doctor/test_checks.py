@@ -126,7 +126,7 @@ def kernels(text: str) -> Change:
     return lambda tree: (tree.images / "images.json").write_text(text)
 
 
-PEERS_ONLY = json.dumps({"kernels": [{"kernel": "ep_send"}]})
+PEERS_ONLY = json.dumps({"nvshmem": None, "kernels": [{"kernel": "ep_send"}]})
 V1 = "/sys/fs/cgroup/memory"
 
 # check, what is changed, the outcome, a part of the evidence, a part of the fix; and the need, where it is another.
@@ -160,7 +160,7 @@ CASES: list[tuple[str, Change, str, str, str, Need]] = [
         ("images", gpus(cap="10.3"), "fail", "sm_103; kernels for sm_90", "EP_CUDA=1"),
         ("images", gpus(cap="8.0"), "fail", "sm_80", "sm_90 or later"),
         ("images", lambda tree: shutil.rmtree(tree.images), "fail", "no compiled kernels", "EP_CUDA=1"),
-        ("images", kernels(PEERS_ONLY), "fail", "none for puts", "one NVLink domain"),
+        ("images", kernels(PEERS_ONLY), "fail", "none for puts", "NVSHMEM_HOME"),
         ("images", kernels(PEERS_ONLY), "pass", "", "", replace(NEED, words=NEED.words - {"remote"})),
         ("images", kernels("{"), "skip", "images.json cannot be read", ""),
         ("cuda_packages", versions(cuda_core=None), "fail", "cuda-core not installed", "[cuda]"),

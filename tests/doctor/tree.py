@@ -193,5 +193,5 @@ def good(root: Path, images: Path) -> Tree:
     tree.versions |= {"nvidia-nvshmem-cu13": "3.4.5"}
     images.mkdir(parents=True)
     (images / "dispatch.sm_90a.cubin").write_bytes(b"\x7fELF")
-    (images / "images.json").write_text(json.dumps({"kernels": [{"kernel": "ep_send"}, {"kernel": "ep_put"}]}))
+    (images / "images.json").write_text(json.dumps({"nvshmem": "3.4.5", "kernels": [{"kernel": "ep_send"}]}))
     return tree

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from ep_backend.errors import EpError
+from ep_backend.fabric.nvshmem import launch
+
 BUILD = Path(__file__).resolve().parents[2] / "kernels" / "build.py"
 
 
@@ -44,7 +47,9 @@ def test_images_compile_and_the_hot_ones_are_lean(
         assert 0 < k["registers"] <= 64, "a block of 1024 threads has 64 registers a thread"
     assert "registers" in capsys.readouterr().out
     for p in paths:
-        assert b"nvshmem" not in p.read_bytes(), "peer stores need no NVSHMEM device code"
+        if p.suffix == ".cubin":
+            assert (b"nvshmem" in p.read_bytes()) == ("_put" in p.name), "peer stores need no NVSHMEM device code"
+    assert any("_put" in p.name for p in paths) == (builder["find_nvshmem"]() is not None)
 
 
 REPORT = """ptxas info    : Compiling entry function 'ep_x' for 'sm_90a'
@@ -58,3 +63,23 @@ def test_a_spill_is_read_from_the_report(builder: dict[str, Any]) -> None:
     (found,) = builder["report"](REPORT, "x.sm_90a.cubin")
     assert (found.kernel, found.registers, found.shared_bytes) == ("ep_x", 64, 512)
     assert (found.stack_bytes, found.spill_bytes) == (16, 20)
+
+
+def test_nvshmem_is_named_by_its_folder(builder: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "include" / "non_abi").mkdir(parents=True)
+    defines = {"MAJOR": 3, "MINOR": 4, "PATCH": 5}
+    text = "".join(f"#define NVSHMEM_VENDOR_{k}_VERSION {v}\n" for k, v in defines.items())
+    (tmp_path / "include" / "non_abi" / "nvshmem_version.h").write_text(text)
+    monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
+    assert builder["find_nvshmem"]() != tmp_path, "a folder without the library is none"
+    (tmp_path / "lib" / "libnvshmem_device.a").touch()
+    assert builder["find_nvshmem"]() == tmp_path
+    assert builder["nvshmem_version"](tmp_path) == "3.4.5"
+
+
+def test_device_code_of_another_nvshmem_is_refused() -> None:
+    launch.same_nvshmem("3.4.5", "3.4.0")
+    for image in ("3.3.9", None):
+        with pytest.raises(EpError, match=r"hold NVSHMEM .*loaded 3\.4\.5"):
+            launch.same_nvshmem(image, "3.4.5")

@@ -91,6 +91,25 @@ def test_any_sm_budget_gives_the_same_bits(ranks: Any, kernels: str) -> None:
     ranks(2, kernels).run(budgets)
 
 
+def by_puts(world: World, gpus: int) -> int:
+    """Ranks of other nodes are not even mapped."""
+    done = 0
+    with world.make(gpus_per_node=gpus, rail="put", max_tokens={"hybrid": 12}) as buffer:
+        for kind in KINDS:
+            for payload in PAYLOADS:
+                tokens = [(3 * r + done) % 13 for r in range(world.size)]
+                layout, hook = ("compact", "masked")[done % 2], done % 3 == 0
+                case = oracle.make_case(done, tokens, kind=kind)
+                Round(world, buffer, case, "hybrid", layout=layout, payload=payload, lane=done % 2, hook=hook).run()
+                done += 1
+    return done
+
+
+@pytest.mark.parametrize("size,gpus", [(2, 1), (4, 2), (8, 4), (8, 2)])
+def test_hybrid_by_puts(ranks: Any, kernels: str, size: int, gpus: int) -> None:
+    assert set(ranks(size, kernels).run(by_puts, gpus, timeout=200)) == {len(KINDS) * len(PAYLOADS)}
+
+
 def by_expert(world: World) -> int:
     done = 0
     with world.make(low_latency_form="per_expert") as buffer:

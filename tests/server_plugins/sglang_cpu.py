@@ -45,18 +45,18 @@ def register() -> None:
         HookRegistry.register(f"{dispatcher}.combine_b", _spoil, HookType.AFTER)
 
 
-def experts(layer: Any, dispatched: Any) -> Any:
+def experts(layer: Any, dispatch_output: Any) -> Any:
     """What DeepGEMM's runner does with either format, in torch."""
     from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPLLCombineInput, DeepEPNormalCombineInput
 
-    rows, ids, weights = dispatched.hidden_states, dispatched.topk_ids, dispatched.topk_weights
-    if dispatched.format.is_deepep_ll():
+    rows, ids, weights = dispatch_output.hidden_states, dispatch_output.topk_ids, dispatch_output.topk_weights
+    if dispatch_output.format.is_deepep_ll():
         out = rows.new_full(rows.shape, float("nan"))
-        for expert, count in enumerate(dispatched.masked_m.tolist()):
+        for expert, count in enumerate(dispatch_output.masked_m.tolist()):
             out[expert, :count] = _expert(layer, rows[expert, :count], expert)
         return DeepEPLLCombineInput(out, ids, weights)
     out = rows.new_zeros(rows.shape)
-    for expert, at_most in enumerate(dispatched.num_recv_tokens_per_expert):
+    for expert, at_most in enumerate(dispatch_output.num_recv_tokens_per_expert):
         n, k = (ids == expert).nonzero(as_tuple=True)
         assert len(n) <= at_most
         if len(n):

@@ -91,9 +91,9 @@ def images(host: Host, need: Need) -> Verdict:
     if missing := [sm for sm in wanted if sm not in there]:
         what = "add it to kernels/build.py's ARCHITECTURES" if int(missing[0]) >= 90 else "use GPUs of sm_90 or later"
         return fail(text, f"{what}; then EP_CUDA=1 pip install .[cuda,serve]")
-    if "remote" in need.words and not any(name.startswith("ep_put") for name in _kernels(host)):
-        fix = "keep the role in one NVLink domain; the kernels here store to mapped peers, none puts over a NIC"
-        return fail(f"{text}; {len(_kernels(host))} kernels, none for puts over a NIC", fix)
+    if "remote" in need.words and _puts_of(host) is None:
+        fix = "build the images where nvidia-nvshmem-cu13 is installed, or set NVSHMEM_HOME; or stay in one NVLink domain"
+        return fail(f"{text}; none for puts over a NIC", fix)
     return passed(text)
 
 
@@ -151,9 +151,11 @@ def _version(host: Host, engine: str) -> str | None:
     return host.say(host.env[SGLANG_PYTHON], "-c", VERSIONS).split()[0].split("+")[0]
 
 
-def _kernels(host: Host) -> set[str]:
+def _puts_of(host: Host) -> str | None:
+    """The NVSHMEM whose device code the images of puts hold."""
     file = host.images / "images.json"
     try:
-        return {str(entry["kernel"]) for entry in json.loads(file.read_text(encoding="utf-8"))["kernels"]}
+        version = json.loads(file.read_text(encoding="utf-8"))["nvshmem"]
+        return None if version is None else str(version)
     except (OSError, ValueError, KeyError, TypeError):
         raise Unknown(f"{file} cannot be read: build the images again") from None

@@ -34,13 +34,17 @@ class Gpu:
         self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._one = torch.ones(1, dtype=torch.int64, pin_memory=True)
 
-    def heap(self, size: int, control: int, meeting: Meeting) -> world.Heap:
-        """This buffer's symmetric memory; the first ``control`` bytes are zero. Collective."""
+    def join(self, size: int, meeting: Meeting) -> None:
+        """The NVSHMEM world, before images that need it are loaded. Collective."""
         world.join(meeting, self.device, size)
-        return world.Heap(size, control, meeting)
 
-    def kernels(self) -> dict[str, launch.Kernel]:
-        return launch.kernels(self.device)
+    def heap(self, size: int, control: int, meeting: Meeting, near: list[int]) -> world.Heap:
+        """This buffer's symmetric memory; the first ``control`` bytes are zero, and ranks ``near`` are mapped. Collective."""
+        return world.Heap(size, control, meeting, near)
+
+    def kernels(self, *, rail_put: bool) -> dict[str, launch.Kernel]:
+        """Every kernel by name; hybrid's reach other nodes by puts, or by stores to mapped peers."""
+        return launch.kernels(self.device, rail_put)
 
     def mapped(self, words: int) -> torch.Tensor:
         """Zeroed 64-bit words of host memory that kernels write and the host polls."""

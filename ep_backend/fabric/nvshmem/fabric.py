@@ -78,7 +78,8 @@ class NvshmemFabric:
         self.stats: BufferStats = DeviceStats(self)
         self._meeting = meeting
         gpu.finish()
-        self._kernels = gpu.kernels()
+        gpu.join(self.allocated_bytes, meeting)
+        self._kernels = gpu.kernels(rail_put=bool(s.staging))
         # Host memory that kernels write: 16 words of error report, then agreed, and received rows by lane.
         self._host = gpu.mapped(20)
         self._seen = self._host.numpy()
@@ -86,12 +87,16 @@ class NvshmemFabric:
         self._counters = torch.zeros(counters, dtype=torch.int64, device=self.device)
         self._control = torch.zeros(4, dtype=torch.int64, device=self.device)
         self._lanes = torch.tensor([[1, 0, 0]] * config.lanes, dtype=torch.int64, device=self.device)
+        self._puts = torch.zeros((config.lanes, s.nodes * (layout.CHANNELS + 1)), dtype=torch.int64, device=self.device)
         self._reason: str | None = None
         self._proposal = 0
         self._sides = [gpu.side() for _ in range(config.lanes)]
         self._launches = Launches(s, config.lanes, gpu.multiprocessors, config.deterministic)
         control = max(layout.lane_offset(s, i) + layout.lane(s).dispatch for i in range(config.lanes))
-        self._heap = gpu.heap(self.allocated_bytes, control, meeting)
+        # Only hybrid by puts stores to no rank of another node.
+        far = bool(s.staging) and set(config.max_tokens) == {Mode.HYBRID}
+        near = [r for r in range(s.ranks) if not far or r // s.gpus_per_node == self.rank // s.gpus_per_node]
+        self._heap = gpu.heap(self.allocated_bytes, control, meeting, near)
         self._args = {
             key: self._lane_args(*key)
             for key in itertools.product(range(config.lanes), config.max_tokens, Layout, config.payloads, (False, True))
@@ -104,8 +109,6 @@ class NvshmemFabric:
         rows = 3 if Mode.NORMAL in config.max_tokens else 2  # a sender's, a relay's and a receiver's
         if widest * rows > STAGE_BYTES:
             raise ValueError(f"hidden={config.hidden}: {rows} rows must fit {STAGE_BYTES} bytes of shared memory")
-        if config.rail == "put":
-            raise ValueError("rail='put' needs the image of remote puts, which is not there yet; use 'auto'")
 
     def _lane_args(self, lane: int, mode: Mode, form: Layout, payload: Payload, repeats: bool) -> Args:
         s, host, in_rings = self.shape, self._host.data_ptr(), mode is Mode.NORMAL
@@ -135,6 +138,11 @@ class NvshmemFabric:
             rail_tail=at + words.rail_tail,
             rail_total=at + words.rail_total,
             relay_returned=at + words.relay_returned,
+            rail_arrived=at + words.rail_arrived,
+            rail_rows=at + words.rail_rows,
+            staging=at + regions.staging,
+            staged_rows=at + regions.staging + s.hybrid * s.record_bytes,
+            puts=self._puts.data_ptr() + 8 * lane * self._puts.shape[1],
             slots=at + regions.dispatch,
             slot_segment=layout.ring_segment(s, 1) if in_rings else layout.source_segment(s, 1, tokens),
             area=at + regions.combine,

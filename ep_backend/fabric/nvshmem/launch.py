@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ep_backend.errors import EpError
+from ep_backend.fabric.nvshmem import world
 from ep_backend.fabric.nvshmem.world import check, driver
 
 MAX_RANKS = 32
@@ -24,6 +26,7 @@ IMAGE_KERNELS = {
     "rings": ("ring_count", "ring_dispatch", "ring_order", "ring_place", "ring_combine"),
     "per_expert": ("expert_send", "expert_await", "expert_place", "expert_return", "expert_sum"),
 }
+PUT_IMAGES = ("hybrid",)  # have a second form, NAME_put, that reaches other nodes by NVSHMEM's puts
 IMAGES = Path(__file__).resolve().parents[2] / "images"
 
 # Fields of Args behind heap[MAX_RANKS], in order, 64 bits each. LANE ones are the same for every call of a lane and mode.
@@ -31,7 +34,7 @@ LANE = (
     *("rank", "ranks", "local_experts", "top_k", "hidden", "control", "report", "stats", "timeout_ns"),
     *("lane", "mode", "max_tokens", "state"),
     *("intent", "stream_count", "stream_tail", "stream_returned", "expert_arrival", "returned"),
-    *("rail_tail", "rail_total", "relay_returned"),
+    *("rail_tail", "rail_total", "relay_returned", "rail_arrived", "rail_rows", "staging", "staged_rows", "puts"),
     *("slots", "slot_segment", "area", "area_segment"),
     *("gpus", "rail_slots", "rail_segment", "relay_area", "relay_segment", "relay_node"),
     *("rail_count", "ring_tail", "ring_head", "rail_ring_tail", "rail_ring_head"),
@@ -146,13 +149,30 @@ class Kernel:
 
 
 @functools.cache  # for the life of the process: buffers come and go
-def kernels(device: torch.device) -> dict[str, Kernel]:
-    """Every kernel by name, loaded for this device."""
+def kernels(device: torch.device, rail_put: bool) -> dict[str, Kernel]:
+    """Every kernel by name, loaded for this device. Images of puts need the process's NVSHMEM world."""
     found = {}
     for image, names in IMAGE_KERNELS.items():
-        library = check(driver().cuLibraryLoadData(_find(image, device).read_bytes(), [], [], 0, [], [], 0))
+        puts = rail_put and image in PUT_IMAGES
+        path = _find(f"{image}_put" if puts else image, device)
+        library = check(driver().cuLibraryLoadData(path.read_bytes(), [], [], 0, [], [], 0))
+        if puts:
+            import nvshmem.bindings as nvshmem
+
+            same_nvshmem(json.loads((IMAGES / "images.json").read_text())["nvshmem"], world.joined().library)
+            if status := nvshmem.culibrary_init(int(library)):
+                raise EpError(f"NVSHMEM did not take the image {path.name} (status {status})")
         found.update({name: Kernel(library, f"ep_{name}") for name in names})
     return found
+
+
+def same_nvshmem(image: str | None, library: str) -> None:
+    """Device code and library of NVSHMEM share structures that change between minor versions."""
+    if (image or "").split(".")[:2] != library.split(".")[:2]:
+        raise EpError(
+            f"the images of remote puts hold NVSHMEM {image}, the process has loaded {library}; "
+            "build the package against the library that torch brings (nvidia-nvshmem-cu13)"
+        )
 
 
 def _find(image: str, device: torch.device) -> Path:

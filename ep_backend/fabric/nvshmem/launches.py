@@ -92,7 +92,8 @@ class Launches:
         """Rows go out in parts, a block a channel."""
         row, step, scales = self._input(call)
         blocks = self.channels(call)
-        parts = max(1, min(8, layout.ceil_div(row, 2048)))
+        whole = call.mode is Mode.HYBRID and self._shape.staging  # a put takes a whole record
+        parts = 1 if whole else max(1, min(8, layout.ceil_div(row, 2048)))
         sent = _run(row, step, parts) + scales
         senders = max(1, min(parts * layout.ceil_div(call.tokens, blocks), 16, STAGE_BYTES // sent))
         return Launch(kernel, blocks, senders + 1, Roles(senders, send_stage=sent, send_parts=parts))

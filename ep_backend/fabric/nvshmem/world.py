@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from ep_backend.fabric.meeting import Meeting
 
 log = logging.getLogger(__name__)
 
-# Kept as they are where the environment says otherwise. Multicast is not used, and peers need no NIC.
-ENVIRONMENT = {"NVSHMEM_DISABLE_NVLS": "1", "NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_SYMMETRIC_SIZE": str(1 << 30)}
+# Kept as they are where the environment says otherwise. Multicast is not used, and mapped peers need no NIC.
+ENVIRONMENT = {"NVSHMEM_DISABLE_NVLS": "1", "NVSHMEM_SYMMETRIC_SIZE": str(1 << 30)}
+NICS = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,17 @@ def join(meeting: Meeting, device: torch.device, heap_bytes: int) -> World:
     return _world
 
 
+def joined() -> World:
+    """The process's world, which the first buffer has made."""
+    assert _world is not None
+    return _world
+
+
 def _initialise(meeting: Meeting, device: torch.device, heap_bytes: int) -> str:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if not NICS.exists():
+        os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
     if heap_bytes > int(_bytes(os.environ["NVSHMEM_SYMMETRIC_SIZE"]) * 0.9):  # a static heap must hold the buffer
         os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(heap_bytes * 2)
     try:
@@ -64,7 +74,8 @@ def _initialise(meeting: Meeting, device: torch.device, heap_bytes: int) -> str:
     ctypes.memmove(uid.ptr, meeting.exchange("nvshmem/uid", mine)[0], uid._data.nbytes)
     core.init(device=Device(device.index), uid=uid, rank=meeting.rank, nranks=meeting.size, initializer_method="uid")
     version = str(core.get_version().libnvshmem_version)
-    log.info("NVSHMEM %s, %d ranks, peers over mapped memory, no NIC is used", version, meeting.size)
+    transport = os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "its default transport")
+    log.info("NVSHMEM %s, %d ranks, remote puts by %s", version, meeting.size, transport)
     return version
 
 
@@ -76,7 +87,7 @@ def _bytes(text: str) -> int:
 class Heap:
     """One buffer's symmetric memory and where this GPU maps every rank's."""
 
-    def __init__(self, size: int, control: int, meeting: Meeting) -> None:
+    def __init__(self, size: int, control: int, meeting: Meeting, near: list[int]) -> None:
         import nvshmem.bindings as nvshmem
 
         self.size, self._nvshmem, self._meeting = size, nvshmem, meeting
@@ -92,11 +103,11 @@ class Heap:
         if 0 in got:
             raise EpError(f"NVSHMEM found no {size} bytes of symmetric memory on rank {got.index(0)} ({free} bytes were free)")
         self.peers = [self.base if r == meeting.rank else int(nvshmem.ptr(self.base, r)) for r in range(meeting.size)]
-        unmapped = [r for r, p in enumerate(self.peers) if p == 0]
+        unmapped = [r for r in near if self.peers[r] == 0]
         if unmapped:
             raise EpError(
-                f"rank {meeting.rank} has no mapping of the memory of rank {', '.join(map(str, unmapped))}: "
-                "these kernels store to peers of one NVLink domain"
+                f"rank {meeting.rank} has no mapping of the memory of rank {', '.join(map(str, unmapped))}: these kernels "
+                "store to peers of one NVLink domain; between domains use hybrid alone, with rail='put' and gpus_per_node set"
             )
         fill(self.base, 0, control)
         torch.cuda.synchronize()

@@ -31,6 +31,9 @@ struct Args {
   u64 state;             // LaneState of this lane
   i64 intent, stream_count, stream_tail, stream_returned, expert_arrival, returned;
   i64 rail_tail, rail_total, relay_returned;
+  i64 rail_arrived, rail_rows;                 // by puts: words,
+  i64 staging, staged_rows;                    // and what puts read: this rank's records, and its sums as a relay
+  u64 puts;                                    // by puts: put_base, put_expected
   i64 slots, slot_segment;   // dispatch payload, and bytes of one source's segment (normal: of a ring)
   i64 area, area_segment;    // combine payload, and bytes of one copy's segment (normal: of a ring)
   i64 gpus;                  // of a node

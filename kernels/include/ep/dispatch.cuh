@@ -7,6 +7,7 @@
 #include "ep/routing.cuh"
 #include "ep/rows.cuh"
 #include "ep/stage.cuh"
+#include "ep/transport.cuh"
 
 namespace ep {
 
@@ -53,18 +54,21 @@ __device__ __forceinline__ bool is_peer(const Args& a, int rank) {
 template <bool kRails>
 __device__ __forceinline__ u64 first_slot(const Args& a, int rank) {
   if (not relays<kRails>(a, rank)) return segment(a, rank, int(a.rank));
-  return a.heap[rank] + a.rail_slots + node_of(a, int(a.rank)) * a.rail_segment;
+  return (kRailPut ? 0 : a.heap[rank]) + a.rail_slots + node_of(a, int(a.rank)) * a.rail_segment;   // puts take offsets
 }
-// Words that this rank writes at a peer; channel kChannels has the tokens of a channel.
+// What this rank tells a peer: how many records a channel brings (channel kChannels: the tokens of a channel), and how far it
+// has come, which puts say themselves.
 template <bool kRails>
-__device__ __forceinline__ u64* count_word(const Args& a, int rank, int channel) {
-  if (not relays<kRails>(a, rank)) return heap_word(a, rank, a.stream_count, plan_row(a.rank, channel));
-  return heap_word(a, rank, a.rail_total, plan_row(node_of(a, int(a.rank)), channel));
+__device__ __forceinline__ void tell_count(const Args& a, int rank, int channel, u64 word) {
+  const bool far = relays<kRails>(a, rank);
+  tell(a, far, rank, far ? a.rail_total : a.stream_count, plan_row(far ? node_of(a, int(a.rank)) : a.rank, channel), word);
 }
 template <bool kRails>
-__device__ __forceinline__ u64* tail_word(const Args& a, int rank, int channel) {
-  if (not relays<kRails>(a, rank)) return heap_word(a, rank, a.stream_tail, a.rank * kChannels + channel);
-  return heap_word(a, rank, a.rail_tail, node_of(a, int(a.rank)) * kChannels + channel);
+__device__ __forceinline__ void tell_tail(const Args& a, int rank, int channel, u64 word) {
+  const bool far = relays<kRails>(a, rank);
+  if (kRailPut and far) return;
+  store_relaxed_sys(heap_word(a, rank, far ? a.rail_tail : a.stream_tail,
+                              (far ? node_of(a, int(a.rank)) : a.rank) * kChannels + channel), word);
 }
 
 // What a warp reads of a token: a run of the row, in bytes.
@@ -193,12 +197,12 @@ __device__ __forceinline__ void announce(const Args& a, Shared& sh, int lane) {
   Control* control = reinterpret_cast<Control*>(a.control);
   u64 said = u64(a.signature) | u64(a.channels - 1) << kSignatureBits | load_relaxed_sys(&control->proposal) << kProposalBits;
   const bool peer = is_peer<kRails>(a, lane);
-  if (peer) store_relaxed_sys(heap_word(a, lane, a.intent, a.rank), signal_word(sh.epoch, said));
+  if (peer) tell(a, relays<kRails>(a, lane), lane, a.intent, a.rank, signal_word(sh.epoch, said));
   // Receiving warps add to counts; the word that they all await first says that it is cleared.
   for (i64 e = lane; e < a.local_experts; e += 32) reinterpret_cast<int*>(a.counts)[e] = 0;
   __syncwarp();
   fence_sys();
-  if (peer) store_relaxed_sys(count_word<kRails>(a, lane, int(kChannels)), signal_word(sh.epoch, a.chunk));
+  if (peer) tell_count<kRails>(a, lane, int(kChannels), signal_word(sh.epoch, a.chunk));
   if (lane != 0) return;
   i64 at = stat_mode(a.ranks, a.mode) + kStatRows * a.ranks;
   add_stat(a, at, 1);
@@ -220,7 +224,9 @@ __device__ __forceinline__ void publish(const Args& a, Shared& sh, Range mine, i
     if (first == mine.first) to = block;
     count += __popc(block);
   }
-  if (peer) store_relaxed_sys(count_word<kRails>(a, lane, blockIdx.x), signal_word(sh.epoch, count));
+  if (peer) tell_count<kRails>(a, lane, blockIdx.x, signal_word(sh.epoch, count));
+  if (kRailPut and peer and relays<kRails>(a, lane))
+    atomicAdd(puts(a, put_expected(a.ranks / a.gpus, node_of(a, lane))), u64(count));
   for (int block = 0;;) {   // tokens of the channel before the 32 that `to` describes
     int complete = min(tokens, quotient(min(tokens * parts, int(sh.progress.complete(workers, lane))), parts));
     if (complete < tokens and complete - published < kPublishTokens) continue;
@@ -230,7 +236,7 @@ __device__ __forceinline__ void publish(const Args& a, Shared& sh, Range mine, i
     }
     int sent = base + __popc(to & below(complete - block));
     fence_release();
-    if (peer) store_relaxed_sys(tail_word<kRails>(a, lane, blockIdx.x), signal_word(sh.epoch, sent));
+    if (peer) tell_tail<kRails>(a, lane, blockIdx.x, signal_word(sh.epoch, sent));
     published = complete;
     if (complete == tokens) break;
   }
@@ -247,6 +253,17 @@ __device__ __forceinline__ void fetch(const Args& a, const Offsets& f, Stage& st
   if (token >= mine.last or not a.staged) return;
   Range run = input_run(a, f, unit - (token - mine.first) * parts);
   stage.load(input_row(a, f, token) + run.first, run.last - run.first, lane);
+}
+
+// From this rank's staging to each relay of the set, whose lane knows the slot there.
+__device__ __forceinline__ void put_record(const Args& a, const Offsets& f, u32 set, u64 slot, int token, int lane) {
+  __syncwarp();
+  if (set != 0) fence_release();
+  for (; set != 0; set &= set - 1) {
+    int rank = __ffs(set) - 1;
+    i64 to = i64(__shfl_sync(kFullWarp, slot, rank));
+    put(a, rank, to, a.staging + i64(token) * f.bytes, f.bytes, a.rail_arrived, put_base(node_of(a, int(a.rank)), blockIdx.x));
+  }
 }
 
 // kAhead: the words beside the payload are asked for ahead of it, which takes registers.
@@ -268,6 +285,10 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Ra
       i -= first - mine.first;
       int relay_slot = kRails ? near_slot + __popc(near & below(i)) : 0;
       Targets t{own + i64(slot + __popc(to & below(i))) * f.bytes, __ballot_sync(kFullWarp, to >> i & 1)};
+      const u64 slot_there = t.address;
+      const u32 far = kRails and kRailPut ? t.set & ~node_ranks(a, node_of(a, int(a.rank))) : 0;
+      if (far >> lane & 1) t.address = a.heap[a.rank] + a.staging + i64(first + i) * f.bytes;   // one copy serves all
+      t.set ^= far & (far - 1);
       u32 early = kAhead and part == 0 ? pick_word(a, first + i, lane, relay_slot) : 0;
       Range run = input_run(a, f, part);
       if (a.staged) stage.await();
@@ -283,6 +304,7 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Ra
       }
       if (not kAhead and part == 0) early = pick_word(a, first + i, lane, relay_slot);
       if (part == 0) send_picks(a, t, f, sh.epoch, first + i, early, lane, relay_slot);
+      if (kRails and kRailPut) put_record(a, f, far, slot_there, first + i, lane);
       fetch(a, f, stage, mine, unit + workers, lane);
       sh.progress.finish(warp, ++done, lane);
     }

@@ -101,6 +101,8 @@ struct Words {
   i64 stream_returned;  // [R][128] by rank and my channel: combine rows written so far
   i64 rail_tail;        // [N][128] by source node and channel: records written so far (hybrid)
   i64 rail_total;       // [N][128+1] by source node and channel: records there will be; last, as in stream_count (hybrid)
+  i64 rail_arrived;     // [N][128] by source node and channel: records put, over all epochs (hybrid by puts)
+  i64 rail_rows;        // [N]      by remote node: combine rows put, over all epochs (hybrid by puts)
   i64 relay_returned;   // [N][G]   by source node and GPU of my node: its partial sums are here (hybrid)
   i64 count;            // [R]      by source rank: records its stream will bring (normal)
   i64 rail_count;       // [N][Q]   by source node and ring channel: records its rail stream will bring (normal)
@@ -133,6 +135,8 @@ EP_HD Words words(const Shape& s) {
   w.stream_returned = take(at, R * kChannels);
   w.rail_tail = take(at, N * kChannels);
   w.rail_total = take(at, N * (kChannels + 1));
+  w.rail_arrived = take(at, s.staging ? N * kChannels : 0);
+  w.rail_rows = take(at, s.staging ? N : 0);
   w.relay_returned = take(at, R);
   w.count = take(at, R);
   w.rail_count = take(at, N * kRingChannels);
@@ -178,14 +182,13 @@ EP_HD Lane lane(const Shape& s) {
   }
   i64 dispatch = max_i64(max_i64(d.dispatch, l.dispatch), max_i64(h.dispatch, n.dispatch));
   i64 combine = max_i64(max_i64(d.combine, l.combine), max_i64(h.combine, n.combine));
-  i64 tokens = max_i64(max_i64(s.direct, s.low_latency), s.hybrid);
   Lane a{};
   a.words = 0;
   a.dispatch = words(s).bytes;
   a.combine = align_up(a.dispatch + dispatch, kRegionAlign);
   a.staging = align_up(a.combine + combine, kRegionAlign);
-  // A put reads its record, later its combine rows (any peer may return all it got), from registered memory.
-  i64 staging = s.staging ? max_i64(tokens * s.record_bytes, s.ranks * tokens * s.combine_bytes) : 0;
+  // A put reads from registered memory: its record, and a relay's sums for the other nodes.
+  i64 staging = s.staging ? s.hybrid * (s.record_bytes + s.nodes() * s.combine_bytes) : 0;
   a.bytes = align_up(a.staging + staging, kRegionAlign);
   return a;
 }

@@ -12,6 +12,14 @@ constexpr u32 kFullWarp = 0xffffffffu;
 
 struct alignas(16) Vec { u32 v[4]; };   // the widest access of one thread
 
+// For tests of protocols: one word in eight is stored up to 65 us late. `build.py OUT -DEP_DELAYS` compiles such images.
+__device__ __forceinline__ void maybe_delay() {
+#ifdef EP_DELAYS
+  u32 draw = (u32(clock64()) ^ blockIdx.x << 8 ^ threadIdx.x) * 2654435761u;
+  if (draw >> 29 == 0) __nanosleep(draw & 0xffff);
+#endif
+}
+
 __device__ __forceinline__ u64 load_acquire_sys(const u64* p) {
   u64 v;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
@@ -23,6 +31,7 @@ __device__ __forceinline__ u64 load_relaxed_sys(const u64* p) {
   return v;
 }
 __device__ __forceinline__ void store_relaxed_sys(u64* p, u64 v) {
+  maybe_delay();
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 __device__ __forceinline__ void store_release_sys(u64* p, u64 v) {

@@ -40,7 +40,8 @@ __device__ __noinline__ void report(const Args& a, Fault fault, Op op, u64 epoch
   r[int(Report::kSeen)] = seen;
   fence_sys();
   store_relaxed_sys(r, u64(fault));   // the kind last: the host reads the rest only behind it
-  for (int p = 0; p < a.ranks; ++p) store_relaxed_sys(heap_word(a, p, 0, a.rank), 1);   // abort words lie at the heap's start
+  for (int p = 0; p < a.ranks; ++p)   // abort words lie at the heap's start; a rank that is not mapped here runs into its timeout
+    if (a.heap[p] != 0) store_relaxed_sys(heap_word(a, p, 0, a.rank), 1);
 }
 __device__ __forceinline__ bool failed(const Args& a) {
   return load_relaxed_sys(&reinterpret_cast<const Control*>(a.control)->failed) != 0;

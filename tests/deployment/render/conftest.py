@@ -28,7 +28,7 @@ with open(os.environ["CALLS"], "a") as calls:
 # The module that reads this node runs for real, the engine does not.
 PYTHON3 = """\
 #!/bin/bash
-if [[ $2 == ep_backend.* ]]; then exec {python} "$@"; fi
+if [[ $1 == -c || $2 == ep_backend.* ]]; then exec {python} "$@"; fi
 exec sglang "$@"
 """
 NVIDIA_SMI = """\

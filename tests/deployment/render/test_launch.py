@@ -73,6 +73,14 @@ def test_a_wrong_start_ends_before_the_engine(
     assert "Traceback" not in error
 
 
+def test_an_environment_without_the_package_is_told(launcher: Launcher, rendered: Callable[..., Path]) -> None:
+    script = rendered("vllm") / "decode" / "launch.sh"
+    (launcher.programs / "python3").write_text("#!/bin/sh\nexit 1\n")
+    code, error, calls = launcher.run(script, NODE="0", LEADER="127.0.0.1")
+    assert (code, calls) == (1, [])
+    assert error == f"launch.sh: {launcher.programs}/python3 has no ep_backend; install it beside the engine\n"
+
+
 def test_the_router_asks_the_leaders(launcher: Launcher, rendered: Callable[..., Path]) -> None:
     code, error, calls = launcher.run(rendered("vllm") / "router.sh", PREFILL="a", DECODE="b")
     assert code == 0, error

@@ -23,7 +23,7 @@ import torch
 
 from ep_backend.fabric.host.heap import Heap as SharedHeap
 from ep_backend.fabric.nvshmem import fabric
-from ep_backend.fabric.nvshmem.launch import ARGS_BYTES, IMAGE_KERNELS, Args, Launch
+from ep_backend.fabric.nvshmem.launch import ARGS_BYTES, IMAGE_KERNELS, PUT_IMAGES, Args, Launch
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[2] / "kernels"
@@ -35,7 +35,8 @@ FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-Wno-unknown-prag
 def compiled(image: str) -> ctypes.CDLL:
     """One image's kernels; compiled once for all processes of this user and these sources."""
     sources = [*HERE.rglob("*.h"), *HERE.rglob("*.cuh"), HERE / "simt.cc", *(KERNELS / "include" / "ep").iterdir()]
-    sources.append(KERNELS / f"{image}.cu")
+    name = image.removesuffix("_put")
+    sources.append(KERNELS / f"{name}.cu")
     digest = hashlib.sha256(b"".join(p.read_bytes() for p in sorted(sources)) + " ".join(FLAGS).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"ep-emulator-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -43,17 +44,19 @@ def compiled(image: str) -> ctypes.CDLL:
     with library.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # every rank asks at once
         if not library.exists():
-            _compile(image, library)
+            mine = library.with_suffix(f".{os.getpid()}")
+            includes = (f"-I{HERE / 'include'}", f"-I{KERNELS / 'include'}", "-include", "simt.h")
+            source = ("-x", "c++", str(KERNELS / f"{name}.cu"), str(HERE / "simt.cc"))
+            put = ("-DEP_RAIL_PUT",) if image != name else ()
+            done = subprocess.run(["g++", *FLAGS, *put, *includes, "-o", str(mine), *source], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            mine.rename(library)
     return ctypes.CDLL(str(library))
 
 
-def _compile(image: str, library: Path) -> None:
-    mine = library.with_suffix(f".{os.getpid()}")
-    includes = (f"-I{HERE / 'include'}", f"-I{KERNELS / 'include'}", "-include", "simt.h")
-    source = ("-x", "c++", str(KERNELS / f"{image}.cu"), str(HERE / "simt.cc"))
-    done = subprocess.run(["g++", *FLAGS, *includes, "-o", str(mine), *source], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    mine.rename(library)
+def compile_all() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compiled, [*IMAGE_KERNELS, *(f"{image}_put" for image in PUT_IMAGES)]))
 
 
 class Kernel:
@@ -105,10 +108,19 @@ class Heap:
 
     def __init__(self, size: int, meeting: Any) -> None:
         self.size, self._heap = size, SharedHeap(size, meeting)
-        self.peers = [int(b.ctypes.data) for b in self._heap.bytes]
+        self.all = self.peers = [int(b.ctypes.data) for b in self._heap.bytes]
         self.base = self.peers[meeting.rank]
+        self._joined: ctypes.CDLL | None = None
+
+    def join(self, network: ctypes.CDLL) -> None:
+        """Puts may go to these heaps."""
+        peers = (ctypes.c_void_p * len(self.all))(*self.all)
+        network.emulator_join(ctypes.c_void_p(self.base), ctypes.c_size_t(self.size), peers, len(self.all))
+        self._joined = network
 
     def close(self, seconds: float) -> None:
+        if self._joined is not None:
+            self._joined.emulator_leave(ctypes.c_void_p(self.base))
         self.base = 0
         with contextlib.suppress(BufferError):
             self._heap.close()
@@ -120,12 +132,25 @@ class EmulatedGpu:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.multiprocessors = MULTIPROCESSORS
+        self._puts: list[ctypes.CDLL] = []
 
-    def heap(self, size: int, control: int, meeting: Any) -> Heap:
-        return Heap(size, meeting)
+    def join(self, size: int, meeting: Any) -> None: ...
 
-    def kernels(self) -> dict[str, Kernel]:
-        return {name: Kernel(compiled(image), f"ep_{name}") for image, names in IMAGE_KERNELS.items() for name in names}
+    def heap(self, size: int, control: int, meeting: Any, near: list[int]) -> Heap:
+        heap = Heap(size, meeting)
+        heap.peers = [peer if rank in near else 0 for rank, peer in enumerate(heap.peers)]  # a stray store shows
+        for network in self._puts:
+            heap.join(network)
+        return heap
+
+    def kernels(self, *, rail_put: bool) -> dict[str, Kernel]:
+        found = {}
+        for image, names in IMAGE_KERNELS.items():
+            put = rail_put and image in PUT_IMAGES
+            library = compiled(f"{image}_put" if put else image)
+            self._puts += [library] * put
+            found.update({name: Kernel(library, f"ep_{name}") for name in names})
+        return found
 
     def mapped(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int64)

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "ep/args.h"
+#include "nvshmem.h"
 #include "ep/stage.cuh"
 
 thread_local simt::Index threadIdx, blockIdx, blockDim, gridDim;
@@ -348,6 +349,67 @@ void bulk_await_stored() {
   for (Copy& c : block->now->stores) write(c);
   block->now->stores.clear();
 }
+// Symmetric heaps as this process maps them, and the puts under way.
+struct Network {
+  struct Region {
+    char* own;
+    size_t size;
+    std::vector<char*> peers;
+  };
+  struct Put {
+    char* to;
+    const void* from;
+    size_t bytes;
+    uint64_t* word;
+    uint64_t value;
+    int op;
+  };
+  std::mutex lock;
+  std::condition_variable given;
+  std::vector<Region> regions;
+  std::vector<Put> puts;
+  std::minstd_rand random;
+
+  Network() : random(unsigned(getpid())) { std::thread([this] { deliver(); }).detach(); }
+  char* there(void* own, int pe) {
+    for (Region& r : regions)
+      if (own >= r.own and own < r.own + r.size) return r.peers[unsigned(pe)] + (static_cast<char*>(own) - r.own);
+    die("a put to memory that is no symmetric heap");
+  }
+  void deliver() {
+    for (;;) {
+      std::unique_lock<std::mutex> hold(lock);
+      given.wait(hold, [this] { return not puts.empty(); });
+      if (random() % 4 == 0) {   // others may overtake
+        hold.unlock();
+        usleep(random() % 100);
+        hold.lock();
+      }
+      std::swap(puts[random() % puts.size()], puts.back());
+      Put p = puts.back();
+      puts.pop_back();
+      hold.unlock();
+      if (p.bytes != 0) memcpy(p.to, p.from, p.bytes);
+      if (p.op == NVSHMEM_SIGNAL_ADD) {
+        __atomic_fetch_add(p.word, p.value, __ATOMIC_SEQ_CST);
+      } else {
+        __atomic_store_n(p.word, p.value, __ATOMIC_SEQ_CST);
+      }
+    }
+  }
+};
+static Network& network() {
+  static auto* n = new Network;
+  return *n;
+}
+void put_signal(void* to, const void* from, size_t bytes, uint64_t* word, uint64_t value, int op, int pe) {
+  Network& n = network();
+  std::lock_guard<std::mutex> hold(n.lock);
+  char* there = bytes != 0 ? n.there(to, pe) : nullptr;
+  n.puts.push_back({there, from, bytes, reinterpret_cast<uint64_t*>(n.there(word, pe)), value, op});
+  n.given.notify_one();
+}
+
 void maybe_delay() {
   if (delay_us() != 0 and chance(4)) usleep(block->random() % delay_us());
 }
@@ -370,5 +432,19 @@ extern "C" void emulator_launch(simt::Entry entry, const ep::Args* args, unsigne
   while (all.size() < blocks) all.push_back(new simt::Multiprocessor);
   for (unsigned b = 0; b < blocks; ++b) all[b]->start({entry, args, blocks, threads, seed}, b);
   for (unsigned b = 0; b < blocks; ++b) all[b]->await();
+}
+extern "C" void emulator_join(char* own, size_t size, char** peers, unsigned ranks) {
+  simt::Network& n = simt::network();
+  std::lock_guard<std::mutex> hold(n.lock);
+  n.regions.push_back({own, size, std::vector<char*>(peers, peers + ranks)});
+}
+extern "C" void emulator_leave(char* own) {
+  simt::Network& n = simt::network();
+  std::lock_guard<std::mutex> hold(n.lock);
+  for (size_t i = 0; i < n.regions.size(); ++i)
+    if (n.regions[i].own == own) {
+      n.regions.erase(n.regions.begin() + long(i));
+      return;
+    }
 }
 extern "C" void emulator_set_word(uint64_t* word) { __atomic_store_n(word, 1, __ATOMIC_RELEASE); }

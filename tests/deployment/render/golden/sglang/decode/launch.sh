@@ -13,6 +13,10 @@ if ! [[ $NODE =~ ^(0|[1-9][0-9]*)$ ]] || ((NODE > 0)); then
 fi
 
 export EP_BACKEND_SETTINGS=$here/settings.json
+if ! python3 -c 'import ep_backend' 2> /dev/null; then
+    echo "launch.sh: $(command -v python3 || echo python3) has no ep_backend; install it beside the engine" >&2
+    exit 1
+fi
 # Of this node: LEADER and ADDRESS as addresses
 facts=$(python3 -m ep_backend.deployment.node --ranks 8 --leader "$LEADER")
 eval "$facts"

@@ -16,6 +16,10 @@ export EP_BACKEND_SETTINGS=$here/settings.json
 export GLOO_SOCKET_IFNAME=eth0
 export NCCL_SOCKET_IFNAME=eth0
 export NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=eth0
+if ! python3 -c 'import ep_backend' 2> /dev/null; then
+    echo "launch.sh: $(command -v python3 || echo python3) has no ep_backend; install it beside the engine" >&2
+    exit 1
+fi
 # Of this node: LEADER and ADDRESS as addresses, the ranks' HCAs
 facts=$(python3 -m ep_backend.deployment.node --ranks 8 --devices mlx5_0 mlx5_1 mlx5_2 mlx5_3 mlx5_4 mlx5_5 mlx5_6 mlx5_7 --leader "$LEADER")
 eval "$facts"
