@@ -15,17 +15,18 @@ from ep_backend.modes import parse_mode
 from ep_backend.policy import AUTO, Wish
 
 log = logging.getLogger("vllm.ep_backend")
+EXTENSION = f"{__name__}.WorkerExtension"
 
 
 class Graphs:
     """What one rank knows of its graphs. ``captured``: do they hold the mode? ``check`` raises ValueError for a wish that
-    the rank cannot serve."""
+    the rank cannot serve. ``extension``: the one that vLLM's worker has."""
 
-    def __init__(self, captured: bool, flip: Flip, check: Callable[[Wish], None]) -> None:
+    def __init__(self, captured: bool, flip: Flip, check: Callable[[Wish], None], extension: str = EXTENSION) -> None:
         self._captured = captured
         self._flip = flip
         self._check = check
-        self._obstacle = obstacle() if captured else None
+        self._obstacle = obstacle(extension) if captured else None
         self._token = 0
         self._error: str | None = None
         self._seconds = 0.0
@@ -66,8 +67,10 @@ class WorkerExtension:
         get_ep_group().device_communicator.all2all_manager.graphs.recapture(self, int(token), mode)
 
 
-def obstacle() -> str | None:
+def obstacle(extension: str) -> str | None:
     """What this vLLM lacks for a capture while it runs, or None."""
+    if extension != EXTENSION:
+        return f"--worker-extension-cls {extension} stands where this backend's extension is needed; restart the role"
     import vllm
     from vllm.compilation import cuda_graph, monitor
     from vllm.v1.engine.core import EngineCoreProc

@@ -12,9 +12,9 @@ from typing import Any
 from ep_backend.layout import align_up
 from server_plugins.vllm import NAME, compat
 from server_plugins.vllm.choice import choose, is_decode, require_room
+from server_plugins.vllm.graphs import EXTENSION
 
 _moe_installed = False
-WORKER_EXTENSION = "server_plugins.vllm.graphs.WorkerExtension"
 HIDDEN_MULTIPLE = 8  # 16-byte vectors of bf16
 _kv_role: ContextVar[str | None] = ContextVar("kv_role", default=None)
 
@@ -108,7 +108,7 @@ def _wrap_config() -> None:
         finally:
             parallel.all2all_backend = NAME
         if not parallel.worker_extension_cls:  # another one is the user's; then graphs cannot be captured anew
-            parallel.worker_extension_cls = WORKER_EXTENSION
+            parallel.worker_extension_cls = EXTENSION
         require_room(choice, self)
 
     VllmConfig.__post_init__ = post_init

@@ -51,7 +51,7 @@ class EpManager(All2AllManagerBase):
         self._compilation = config.compilation_config
         self.flip = Flip(self.choice.wish, buffers=lambda: self.buffers, check=self._check_flip)
         captured = current_platform.is_cuda() and self._compilation.cudagraph_mode != CUDAGraphMode.NONE
-        self.graphs = Graphs(captured, self.flip, self._check_wish)
+        self.graphs = Graphs(captured, self.flip, self._check_wish, config.parallel_config.worker_extension_cls)
         self.sms: int | None = self.choice.settings.sms
         per_node = self.choice.settings.gpus_per_node or sum(in_the_same_node_as(cpu_group, source_rank=0))
         if self.world_size % per_node:

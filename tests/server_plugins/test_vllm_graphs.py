@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("vllm", reason="these tests need vLLM: run ./ep test")
 
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker import workspace
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
@@ -24,7 +25,6 @@ from ep_backend.control.flip import Flip
 from ep_backend.modes import Mode
 from ep_backend.policy import Role, Wish, check_wish
 from server_plugins.vllm import graphs
-from server_plugins.vllm.hooks import WORKER_EXTENSION
 
 
 class Buffer:
@@ -79,13 +79,12 @@ def dropped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_this_vllm_has_all_that_a_capture_needs() -> None:
-    assert graphs.obstacle() is None
+    assert graphs.obstacle(graphs.EXTENSION) is None
     assert callable(GPUModelRunner.capture_model) and callable(CudaGraphManager.release_graphs)
     assert callable(GPUModelRunner.preserve_serving_state)
     for worker in (Worker, CPUWorker):  # vLLM refuses an extension that hides a worker's own attribute
         assert not [name for name in dir(graphs.WorkerExtension) if not name.startswith("__") and hasattr(worker, name)]
-    module, _, name = WORKER_EXTENSION.rpartition(".")
-    assert (module, name) == (graphs.__name__, graphs.WorkerExtension.__name__)
+    assert resolve_obj_by_qualname(graphs.EXTENSION) is graphs.WorkerExtension
 
 
 @pytest.mark.parametrize(
@@ -103,6 +102,12 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, flip: Flip, o
     runner = Runner(flip)
     state.recapture(SimpleNamespace(model_runner=runner), 3, "hybrid")
     assert told in state.state()["error"] and runner.steps == [] and flip.mode is Mode.LOW_LATENCY
+
+
+def test_another_extension_in_its_place_is_an_obstacle(flip: Flip) -> None:
+    told = graphs.Graphs(True, flip, check, "mine.Extension").state()["obstacle"]
+    assert told == "--worker-extension-cls mine.Extension stands where this backend's extension is needed; restart the role"
+    assert graphs.Graphs(False, flip, check, "mine.Extension").state()["obstacle"] is None
 
 
 def test_drop_change_capture(flip: Flip, dropped: list[str]) -> None:
