@@ -496,7 +496,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_dispatch(c
 // expert; then kept records become rows.
 extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_order(const __grid_constant__ ep::Args a) {
   using namespace ep;
-  if (failed(a)) return;
+  if (__any_sync(kFullWarp, failed(a))) return;
   const int lane = threadIdx.x % 32, top_k = int(a.top_k), all = all_rows(a);
   const Record f = record(Payload(a.payload), a.hidden, a.top_k);
   Warps w = all_warps();
