@@ -258,6 +258,11 @@ class EpBuffer:
                 raise ValueError(
                     "return_hook and async_finish exclude each other: a hook is the receive phase, not yet started"
                 )
+            if not call.mode.spec.graph and self._fabric.capturing():
+                raise ValueError(
+                    f"mode {call.mode.value} cannot be captured in a graph: its host waits for counts; "
+                    "use direct or hybrid, or no graph"
+                )
             if return_hook and not call.mode.spec.hook:
                 raise ValueError(
                     f"mode {call.mode.value} has no receive hook (its rings need both sides at work); "

@@ -13,6 +13,7 @@ MAX_TOP_K = 32
 RECORD_ALIGN = 32
 REGION_ALIGN = 1024
 RAIL_CHANNELS = 4
+RING_CHANNELS = 24
 CHANNELS = 128
 COUNT_BITS = 24
 COUNT_MASK = (1 << COUNT_BITS) - 1
@@ -172,15 +173,15 @@ def words(s: Shape) -> Words:
         "rail_rows": s.nodes if s.staging else 0,
         "relay_returned": s.ranks,
         "count": s.ranks,
-        "rail_count": s.nodes,
-        "ring_tail": s.ranks,
-        "ring_head": s.ranks,
-        "rail_ring_tail": s.nodes,
-        "rail_ring_head": s.nodes,
-        "back_tail": s.ranks,
-        "back_head": s.ranks,
-        "rail_back_tail": s.nodes,
-        "rail_back_head": s.nodes,
+        "rail_count": s.nodes * RING_CHANNELS,
+        "ring_tail": s.ranks * RING_CHANNELS,
+        "ring_head": s.ranks * RING_CHANNELS,
+        "rail_ring_tail": s.nodes * RING_CHANNELS,
+        "rail_ring_head": s.nodes * RING_CHANNELS,
+        "back_tail": s.ranks * RING_CHANNELS,
+        "back_head": s.ranks * RING_CHANNELS,
+        "rail_back_tail": s.nodes * RING_CHANNELS,
+        "rail_back_head": s.nodes * RING_CHANNELS,
     }
     offsets: dict[str, int] = {}
     at = 0

@@ -20,7 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 TUNED = "sm_90a"
 ARCHITECTURES = (TUNED, "sm_100a")
-HOT = ("dispatch", "combine", "per_expert", "hybrid")
+HOT = ("dispatch", "combine", "per_expert", "hybrid", "rings")
 PUTS = ("hybrid",)
 FLAGS = ("-std=c++17", "-O3", "-Xptxas=-v", "-Werror=all-warnings")
 

@@ -79,6 +79,9 @@ class Fabric(Protocol):
     def refuse(self, lane: int, epoch: int, reason: str) -> None:
         """Tell every peer that this rank will not take part in the lane's epoch."""
 
+    def capturing(self) -> bool:
+        """Whether the caller's work is being captured in a CUDA graph."""
+
     def executed(self) -> tuple[Mode | None, int]:
         """Mode and epoch of the last dispatch, from the record of whatever carried it out."""
 

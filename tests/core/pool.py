@@ -114,7 +114,7 @@ def modes(fabric: str) -> tuple[str, ...]:
     """That the fabric has: "host", "nvshmem", or "emulated", which is nvshmem's kernels on a CPU."""
     if fabric == "host":
         return ("normal", "direct", "low_latency", "hybrid")
-    return ("direct", "low_latency", "hybrid")
+    return ("normal", "direct", "low_latency", "hybrid")
 
 
 @functools.cache

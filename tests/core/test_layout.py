@@ -174,7 +174,9 @@ def test_regions_do_not_overlap(s: Shape) -> None:
     lengths |= dict.fromkeys(("stream_tail", "stream_returned"), s.ranks * layout.CHANNELS)
     lengths["stream_count"] = s.ranks * (layout.CHANNELS + 1)
     by_node = ("rail_count", "rail_ring_tail", "rail_ring_head", "rail_back_tail", "rail_back_head")
-    lengths |= dict.fromkeys(by_node, s.nodes)
+    lengths |= dict.fromkeys(by_node, s.nodes * layout.RING_CHANNELS)
+    by_rank = ("ring_tail", "ring_head", "back_tail", "back_head")
+    lengths |= dict.fromkeys(by_rank, s.ranks * layout.RING_CHANNELS)
     names = [f.name for f in fields(Words) if f.name != "bytes"]
     assert lengths.keys() <= set(names)
     spans = sorted((getattr(w, n), getattr(w, n) + 8 * lengths.get(n, s.ranks)) for n in names)

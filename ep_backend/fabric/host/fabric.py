@@ -149,6 +149,9 @@ class HostFabric:
         self._meeting.post(_refusal(lane, epoch, self.rank), reason)
         self._intend(lane, epoch, REFUSED)
 
+    def capturing(self) -> bool:
+        return False
+
     def executed(self) -> tuple[Mode | None, int]:
         return self._executed
 

@@ -46,9 +46,14 @@ class _Ring:
 
     peer: int
     rows: Bytes
-    tail: tuple[int, int]  # word array and index, at the reader
+    tail: tuple[int, int]  # word array and ring, at the reader
     head: tuple[int, int]  # at the writer
     done: int = 0
+
+    def __post_init__(self) -> None:
+        self.tail, self.head = (
+            (array, layout.RING_CHANNELS * ring) for array, ring in (self.tail, self.head)
+        )  # all in channel 0
 
 
 @dataclass(slots=True)
@@ -190,14 +195,14 @@ def _exchange_counts(f: HostFabric, call: Call, state: _State) -> None:
         f.signal(dst, call.lane, w.count, f.rank, call.epoch, int(out.ranks[:, dst].sum()))
     for node in range(s.nodes):
         n = int(out.nodes[:, node].sum())
-        f.signal(f.relay(node, f.rank), call.lane, w.rail_count, f.node, call.epoch, n)
+        f.signal(f.relay(node, f.rank), call.lane, w.rail_count, f.node * layout.RING_CHANNELS, call.epoch, n)
     counts: list[list[int]] = [[] for _ in range(s.ranks)]
     rails: list[list[int]] = [[] for _ in range(s.nodes)]
     f.run(
         call,
         "dispatch",
         *(f.await_word(call, w.count, r, r, counts[r]) for r in range(s.ranks)),
-        *(f.await_word(call, w.rail_count, n, f.relay(n, f.rank), rails[n]) for n in range(s.nodes)),
+        *(f.await_word(call, w.rail_count, n * layout.RING_CHANNELS, f.relay(n, f.rank), rails[n]) for n in range(s.nodes)),
     )
     state.counts = [c[0] for c in counts]
     state.rail_counts = [c[0] for c in rails]

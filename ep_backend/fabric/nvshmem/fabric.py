@@ -1,4 +1,4 @@
-"""One rank's end of a buffer on a GPU: direct and low_latency by kernels that store to mapped peers."""
+"""One rank's end of a buffer on a GPU: kernels that store to mapped peers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ep_backend.config import BufferConfig
 from ep_backend.errors import EpDisagree, EpError, EpFailed, EpTimeout, WaitRecord
 from ep_backend.fabric.base import Call, Received
 from ep_backend.fabric.meeting import Meeting
-from ep_backend.fabric.nvshmem import launch
+from ep_backend.fabric.nvshmem import launch, rings
 from ep_backend.fabric.nvshmem.device import Gpu
 from ep_backend.fabric.nvshmem.launch import STAGE_BYTES, Args
 from ep_backend.fabric.nvshmem.launches import Launches, casts
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 OPS = ("dispatch", "combine")
 TIMEOUT, DISAGREE, ABORT, BAD_ID = 1, 2, 3, 4  # Fault of args.h
-MODES = {Mode.DIRECT, Mode.LOW_LATENCY, Mode.HYBRID}
+REPEATS = 1 << 5  # kRepeats
 _DTYPES = {Payload.BF16: torch.bfloat16, Payload.FP8: torch.float8_e4m3fn, Payload.FP8_UE8M0: torch.float8_e4m3fn}
 
 
@@ -44,13 +44,23 @@ class DeviceStats(BufferStats):
 
 
 @dataclass(slots=True)
+class _Counted:
+    """What is known before a dispatch of normal moves data; rows are None where the host does not ask."""
+
+    plan: torch.Tensor
+    counts: torch.Tensor
+    rows: int | None
+
+
+@dataclass(slots=True)
 class _State:
     """A call's launches: outputs, and what combine must know of every received record."""
 
     args: Args
     received: Received
     dispatch: tuple[int, ...]  # values of launch.CALL before the launch's own
-    keep: tuple[torch.Tensor, ...]
+    keep: tuple[torch.Tensor | None, ...]
+    counted: _Counted | None
     y: torch.Tensor | None = None
 
 
@@ -89,24 +99,19 @@ class NvshmemFabric:
         self._heap = gpu.heap(self.allocated_bytes, control, meeting, near)
         self._args = {
             key: self._lane_args(*key)
-            for key in itertools.product(range(config.lanes), config.max_tokens, Layout, config.payloads)
+            for key in itertools.product(range(config.lanes), config.max_tokens, Layout, config.payloads, (False, True))
         }
 
     def _supported(self, config: BufferConfig) -> None:
-        missing = [m.value for m in config.max_tokens if m not in MODES]
-        if missing:
-            raise ValueError(
-                f"mode {', '.join(missing)} is not there on the nvshmem fabric yet; "
-                "give max_tokens to direct, low_latency and hybrid only"
-            )
         if config.ranks > launch.MAX_RANKS:
             raise ValueError(f"{config.ranks} ranks; the peer kernels serve up to {launch.MAX_RANKS} of one NVLink domain")
         widest = max(config.shape.record_bytes, config.shape.combine_bytes)
-        if widest * 2 > STAGE_BYTES:
-            raise ValueError(f"hidden={config.hidden}: two rows must fit {STAGE_BYTES} bytes of shared memory")
+        rows = 3 if Mode.NORMAL in config.max_tokens else 2  # a sender's, a relay's and a receiver's
+        if widest * rows > STAGE_BYTES:
+            raise ValueError(f"hidden={config.hidden}: {rows} rows must fit {STAGE_BYTES} bytes of shared memory")
 
-    def _lane_args(self, lane: int, mode: Mode, form: Layout, payload: Payload) -> Args:
-        s, host = self.shape, self._host.data_ptr()
+    def _lane_args(self, lane: int, mode: Mode, form: Layout, payload: Payload, repeats: bool) -> Args:
+        s, host, in_rings = self.shape, self._host.data_ptr(), mode is Mode.NORMAL
         words, regions, at = layout.words(s), layout.lane(s), layout.lane_offset(s, lane)
         tokens = self.config.max_tokens[mode]
         return Args(
@@ -139,17 +144,27 @@ class NvshmemFabric:
             staged_rows=at + regions.staging + s.hybrid * s.record_bytes,
             puts=self._puts.data_ptr() + 8 * lane * self._puts.shape[1],
             slots=at + regions.dispatch,
-            slot_segment=layout.source_segment(s, 1, tokens),
+            slot_segment=layout.ring_segment(s, 1) if in_rings else layout.source_segment(s, 1, tokens),
             area=at + regions.combine,
-            area_segment=layout.combine_segment(s, 1, tokens),
+            area_segment=layout.back_segment(s, 1) if in_rings else layout.combine_segment(s, 1, tokens),
             gpus=s.gpus_per_node,
             rail_slots=at + regions.dispatch + layout.rail_segment(s, 0, 0),
             rail_segment=layout.rail_segment(s, 1, 0) - layout.rail_segment(s, 0, 0),
             relay_area=at + regions.combine + layout.relay_segment(s, 0, 0),
             relay_segment=layout.relay_segment(s, 0, 1) - layout.relay_segment(s, 0, 0),
             relay_node=layout.relay_segment(s, 1, 0) - layout.relay_segment(s, 0, 0),
+            rail_count=at + words.rail_count,
+            ring_tail=at + words.ring_tail,
+            ring_head=at + words.ring_head,
+            rail_ring_tail=at + words.rail_ring_tail,
+            rail_ring_head=at + words.rail_ring_head,
+            back_tail=at + words.back_tail,
+            back_head=at + words.back_head,
+            rail_back_tail=at + words.rail_back_tail,
+            rail_back_head=at + words.rail_back_head,
+            ring_share=min(s.ring_slots // rings.channels(s), rings.MOST_SHARE),
             payload=payload,
-            signature=mode.code << 3 | list(Layout).index(form) << 2 | payload,
+            signature=REPEATS * repeats | mode.code << 3 | list(Layout).index(form) << 2 | payload,
             agreed=host + 8 * 16,
         )
 
@@ -157,14 +172,15 @@ class NvshmemFabric:
 
     def start_dispatch(self, call: Call) -> None:
         self._raise_failure()
-        call.state = state = self._prepare(call)
-        self._launch("dispatch", call, state, state.dispatch, send=True, receive=not call.split)
+        counted = self._count(call) if call.mode is Mode.NORMAL else None
+        call.state = state = self._prepare(call, counted)
+        self._launch("dispatch", call, state.args, state.dispatch, send=True, receive=not call.split)
 
     def finish_dispatch(self, call: Call) -> Received:
         state: _State = call.state
         if call.split:
-            self._launch("dispatch", call, state, state.dispatch, send=False, receive=True)
-        if call.layout is Layout.COMPACT and call.host_counts:
+            self._launch("dispatch", call, state.args, state.dispatch, send=False, receive=True)
+        if call.layout is Layout.COMPACT and call.host_counts and state.received.num_rows is None:
             state.received = _cut(state.received, self._await_rows(call))
         return state.received
 
@@ -173,18 +189,33 @@ class NvshmemFabric:
         state: _State = call.state
         state.y = y
         if call.split:
-            self._launch("combine", call, state, self._answer(call, y, None), send=True, receive=False)
+            self._launch("combine", call, state.args, self._answer(call, y, None), send=True, receive=False)
 
     def finish_combine(self, call: Call, out: torch.Tensor) -> None:
         state: _State = call.state
         assert state.y is not None
         answer = self._answer(call, state.y, out)
-        self._launch("combine", call, state, answer, send=not call.split, receive=True)
+        self._launch("combine", call, state.args, answer, send=not call.split, receive=True)
         state.y = None
 
-    def _prepare(self, call: Call) -> _State:
+    def _count(self, call: Call) -> _Counted:
+        """normal's exchange of counts, so that its compact outputs have their exact size; waits for all ranks to call."""
+        s, earlier = self.shape, call.repeats.state if call.repeats is not None and rings.repeats(call) else None
+        plan_words = s.ranks * (layout.CHANNELS + 2) + s.nodes * layout.RING_CHANNELS
+        plan = self._empty((plan_words,), torch.int32) if earlier is None else earlier.counted.plan
+        counts = self._empty((s.local_experts,), torch.int32)
+        exact = call.layout is Layout.COMPACT and call.host_counts
+        rows = earlier.received.num_rows if exact and earlier is not None else None
+        waits = exact and rows is None
+        values = self._values(call, (None, None, None, None, counts), 0, waits, (plan.data_ptr(), 0, 0, 0, 0, 0), 0)
+        self._launch("count", call, self._args_of(call), values, send=True, receive=True)
+        return _Counted(plan, counts, self._await_rows(call) if waits else rows)
+
+    def _prepare(self, call: Call, counted: _Counted | None) -> _State:
         s = self.shape
         capacity, masked = s.ranks * call.max_tokens, call.layout is Layout.MASKED
+        if counted is not None and counted.rows is not None:
+            capacity = counted.rows
         if call.host_counts and not masked and self._gpu.capturing():
             raise ValueError("a captured dispatch cannot wait for the number of rows: use host_counts=False, or masked")
         words = layout.scale_bytes(call.payload, s.hidden) // 4
@@ -202,24 +233,44 @@ class NvshmemFabric:
             scales = self._empty((capacity, words), scale_dtype) if words else None
             ids = self._empty((capacity, s.top_k), torch.int32)
             weights = self._empty((capacity, s.top_k), torch.float32)
-        counts = self._empty((s.local_experts,), torch.int32)
+        counts = self._empty((s.local_experts,), torch.int32) if counted is None else counted.counts
         # plan | target | position | pick_weight | relay, 32 bits each
-        plan_words = s.ranks * (layout.CHANNELS + 2)
+        plan_words = s.ranks * (layout.CHANNELS + 2) if counted is None else 0
+        relayed = {Mode.HYBRID: 2, Mode.NORMAL: 1}.get(call.mode, 0) * s.nodes * call.max_tokens if s.nodes > 1 else 0
         if self._launches.per_expert(call):
-            sizes = (plan_words + s.local_experts * (s.ranks + 1), s.local_experts * capacity, 0)
+            sizes = (plan_words + s.local_experts * (s.ranks + 1), s.local_experts * capacity, 0, 0)
         else:
-            sizes = (plan_words, capacity, capacity * s.top_k if masked else 0)
-        relayed = 2 * s.nodes * call.max_tokens if call.mode is Mode.HYBRID and s.nodes > 1 else 0
-        records = self._empty((sizes[0] + sizes[1] + 2 * sizes[2] + relayed,), torch.int32)
-        plan = records.data_ptr()
-        target, position = plan + 4 * sizes[0], plan + 4 * (sizes[0] + sizes[1])
+            sizes = (plan_words, capacity, capacity * s.top_k if masked else 0, relayed)
+        records = self._empty((sizes[0] + sizes[1] + 2 * sizes[2] + sizes[3],), torch.int32)
+        target = records.data_ptr() + 4 * sizes[0]
+        position = target + 4 * sizes[1]
         weight, relay = position + 4 * sizes[2], position + 8 * sizes[2]
-        waits = call.host_counts and not masked
-        host_rows = 17 + call.lane
+        plan = records.data_ptr() if counted is None else counted.plan.data_ptr()
+        waits = call.host_counts and not masked and counted is None
+        kept = None
+        if counted is not None and self._launches.ordered(call):
+            kept = self._empty((capacity, layout.record(call.payload, s.hidden, s.top_k).bytes), torch.uint8)
+        scratch = (plan, target, position, weight, relay, _address(kept))
+        values = self._values(call, (rows, scales, ids, weights, counts), stride, waits, scratch, capacity)
+        received = Received(rows, scales, ids, weights, counts, counted.rows if counted is not None else None)
+        return _State(self._args_of(call), received, values, (records, rows, kept), counted)
+
+    def _values(
+        self,
+        call: Call,
+        outputs: tuple[torch.Tensor | None, ...],
+        stride: int,
+        waits: bool,
+        scratch: tuple[int, ...],
+        capacity: int,
+    ) -> tuple[int, ...]:
+        """Those of launch.CALL before the launch's own. ``waits``: the host for the number of rows."""
+        masked, host_rows = call.layout is Layout.MASKED, 17 + call.lane
         if waits:
             self._seen[host_rows] = 0
         channels = self._launches.channels(call)
-        values = (
+        rows, scales, ids, weights, counts = map(_address, outputs)
+        return (
             *(
                 int(masked),
                 int(casts(call)),
@@ -228,13 +279,14 @@ class NvshmemFabric:
                 call.tokens,
             ),
             *(call.x.data_ptr(), _address(call.scales), call.ids.data_ptr(), call.weights.data_ptr()),
-            *(rows.data_ptr(), _address(scales), _address(ids), _address(weights), counts.data_ptr(), stride),
-            *(int(not masked and not waits), self._host.data_ptr() + 8 * host_rows if waits else 0),
-            *(plan, target, position, weight, relay, channels, layout.ceil_div(call.tokens, channels)),
+            *(rows, scales, ids, weights, counts, stride),
+            *(int(not masked and not call.host_counts), self._host.data_ptr() + 8 * host_rows if waits else 0),
+            *(*scratch, capacity, channels, layout.ceil_div(call.tokens, channels)),
+            *(0, 0, 0),
         )
-        received = Received(rows, scales, ids, weights, counts, None)
-        args = self._args[call.lane, call.mode, call.layout, call.payload]
-        return _State(args, received, (*values, 0, 0, 0), (records, rows))
+
+    def _args_of(self, call: Call) -> Args:
+        return self._args[call.lane, call.mode, call.layout, call.payload, rings.repeats(call)]
 
     def _answer(self, call: Call, y: torch.Tensor, out: torch.Tensor | None) -> tuple[int, ...]:
         state: _State = call.state
@@ -242,15 +294,15 @@ class NvshmemFabric:
         stays = call.layout is Layout.COMPACT and not call.split
         return (*state.dispatch[:-3], int(stays), y.data_ptr(), _address(out))
 
-    def _launch(self, op: str, call: Call, state: _State, values: tuple[int, ...], *, send: bool, receive: bool) -> None:
+    def _launch(self, op: str, call: Call, args: Args, values: tuple[int, ...], *, send: bool, receive: bool) -> None:
         stream, side = self._gpu.stream(), self._sides[call.lane]
         for one in self._launches.of(op, call, send=send, receive=receive):
-            state.args.pack(values, one)
+            args.pack(values, one)
             if one.side:
                 side.fork()
             if one.joins:
                 side.join()
-            self._kernels[one.kernel].launch(one, state.args, side.stream if one.side else stream)
+            self._kernels[one.kernel].launch(one, args, side.stream if one.side else stream)
 
     def _await_rows(self, call: Call) -> int:
         deadline = time.monotonic() + self.config.timeout_s + 5.0
@@ -285,6 +337,9 @@ class NvshmemFabric:
     def refuse(self, lane: int, epoch: int, reason: str) -> None:
         """Peers are not told: kernels number rounds on the device, so a corrected call takes the same epoch."""
         log.warning("rank %d refused a dispatch in lane %d: %s", self.rank, lane, reason)
+
+    def capturing(self) -> bool:
+        return self._gpu.capturing()
 
     def executed(self) -> tuple[Mode | None, int]:
         _, _, mode, epoch = self._control.tolist()
@@ -366,4 +421,5 @@ def _cut(r: Received, n: int) -> Received:
 
 def _describe(signature: int) -> str:
     mode, form = list(Mode)[signature >> 3 & 3], list(Layout)[signature >> 2 & 1]
-    return f"{mode.value} ({form.value}, {Payload(signature & 3).name.lower()})"
+    handle = ", with a handle" if signature & REPEATS else ""
+    return f"{mode.value} ({form.value}, {Payload(signature & 3).name.lower()}{handle})"

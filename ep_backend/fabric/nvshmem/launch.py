@@ -23,6 +23,7 @@ IMAGE_KERNELS = {
     "dispatch": ("dispatch", "send", "await", "order", "place"),
     "combine": ("combine",),
     "hybrid": ("rail_send", "forward", "rail_place", "rail_return", "relay_sum", "rail_sum"),
+    "rings": ("ring_count", "ring_dispatch", "ring_order", "ring_place", "ring_combine"),
     "per_expert": ("expert_send", "expert_await", "expert_place", "expert_return", "expert_sum"),
 }
 PUT_IMAGES = ("hybrid",)  # have a second form, NAME_put, that reaches other nodes by NVSHMEM's puts
@@ -36,12 +37,14 @@ LANE = (
     *("rail_tail", "rail_total", "relay_returned", "rail_arrived", "rail_rows", "staging", "staged_rows", "puts"),
     *("slots", "slot_segment", "area", "area_segment"),
     *("gpus", "rail_slots", "rail_segment", "relay_area", "relay_segment", "relay_node"),
+    *("rail_count", "ring_tail", "ring_head", "rail_ring_tail", "rail_ring_head"),
+    *("back_tail", "back_head", "rail_back_tail", "rail_back_head", "ring_share"),
     *("payload", "signature", "agreed"),
 )
 CALL = (
     *("masked", "cast", "ids64", "ordered", "tokens", "x", "scales_in", "ids", "weights"),
     *("rows", "scales", "out_ids", "out_weights", "counts", "scale_stride", "fill", "host_rows"),
-    *("plan", "target", "position", "pick_weight", "relay", "channels", "chunk", "stays", "y", "out"),
+    *("plan", "target", "position", "pick_weight", "relay", "kept", "capacity", "channels", "chunk", "stays", "y", "out"),
     *("senders", "receive_from", "receivers", "send_stage", "receive_stage", "receive_at"),
     *("send_parts", "receive_parts", "receive_groups", "staged", "advance"),
 )

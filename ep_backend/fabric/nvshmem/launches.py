@@ -6,6 +6,7 @@ import math
 
 from ep_backend import layout
 from ep_backend.fabric.base import Call
+from ep_backend.fabric.nvshmem import rings
 from ep_backend.fabric.nvshmem.launch import MOST_WARPS, STAGE_BYTES, Launch, Roles
 from ep_backend.layout import Payload
 from ep_backend.modes import Layout, Mode
@@ -27,7 +28,7 @@ class Launches:
         self._made: dict[tuple[object, ...], tuple[Launch, ...]] = {}
 
     def of(self, op: str, call: Call, *, send: bool, receive: bool) -> tuple[Launch, ...]:
-        """The launches of these phases of an operation, "dispatch" or "combine", in order."""
+        """The launches of these phases of an operation, "dispatch" or "combine" (normal: "count" too), in order."""
         tokens = min(call.tokens, SMALL + 1)  # beyond, launches do not depend on it
         key = (op, call.mode, call.payload, call.layout, call.scales is None, tokens, call.sms, send, receive)
         found = self._made.get(key)
@@ -37,6 +38,8 @@ class Launches:
                 make = self._expert_dispatch if op == "dispatch" else self._expert_combine
             if call.mode is Mode.HYBRID:
                 make = self._hybrid_dispatch if op == "dispatch" else self._hybrid_combine
+            if call.mode is Mode.NORMAL:
+                make = {"count": self._ring_count, "dispatch": self._ring_dispatch, "combine": self._ring_combine}[op]
             found = self._made[key] = make(call, send, receive)
         return found
 
@@ -49,6 +52,8 @@ class Launches:
 
     def channels(self, call: Call) -> int:
         """Blocks of the kernel that sends."""
+        if call.mode is Mode.NORMAL:
+            return rings.channels(self._shape)
         if call.tokens > SMALL:
             return self._blocks(call, self._most_waiting, SMS)
         return self._blocks(call, self._most_blocks, max(1, call.tokens))
@@ -179,6 +184,15 @@ class Launches:
             roles = Roles(receivers=warps, receive_stage=stage, receive_parts=parts, receive_groups=groups)
             result.append(Launch("rail_sum", waiting, warps, roles, joins=s.nodes > 1, ends=True))
         return tuple(result)
+
+    def _ring_count(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
+        return (rings.count(self._shape, self._blocks(call, self._most_waiting, SMS)),)
+
+    def _ring_dispatch(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
+        return rings.dispatch(self._shape, call, self._blocks(call, self._most_waiting, SMS), self.ordered(call))
+
+    def _ring_combine(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
+        return (rings.combine(self._shape, call, self._blocks(call, self._most_waiting, SMS)),)
 
     def _expert_dispatch(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
         hidden, everywhere = self._shape.hidden, self._blocks(call, self._most_blocks, self._most_blocks)

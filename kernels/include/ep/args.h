@@ -9,9 +9,9 @@ constexpr int kMaxRanks = 32;   // one warp lane a rank
 constexpr int kThreads = 1024;   // at most
 constexpr int kWarps = kThreads / 32;
 
-// An intent word's count: what ranks must agree on (payload 2 bits, layout 1, mode 2), then the sender's channels - 1 in 7,
+// An intent word's count: what ranks must agree on (payload 2 bits, layout 1, mode 2, handle 1), then the sender's channels - 1 in 7,
 // and a proposal in the highest 8.
-constexpr int kSignatureBits = 5;
+constexpr int kSignatureBits = 6, kRepeats = 1 << 5;   // kRepeats: counts are those of an earlier dispatch
 constexpr u64 kSignatureMask = (u64(1) << kSignatureBits) - 1;
 constexpr int kProposalBits = 16;
 EP_HD int intent_channels(u64 intent) { return int(intent >> kSignatureBits & (kChannels - 1)) + 1; }
@@ -34,11 +34,14 @@ struct Args {
   i64 rail_arrived, rail_rows;                 // by puts: words,
   i64 staging, staged_rows;                    // and what puts read: this rank's records, and its sums as a relay
   u64 puts;                                    // by puts: put_base, put_expected
-  i64 slots, slot_segment;   // dispatch payload, and bytes of one source's segment
-  i64 area, area_segment;    // combine payload, and bytes of one copy's segment
+  i64 slots, slot_segment;   // dispatch payload, and bytes of one source's segment (normal: of a ring)
+  i64 area, area_segment;    // combine payload, and bytes of one copy's segment (normal: of a ring)
   i64 gpus;                  // of a node
   i64 rail_slots, rail_segment;      // hybrid: slots of the rail hop, and bytes of one source node's
   i64 relay_area, relay_segment, relay_node;   // hybrid: partial sums at the relay, bytes of one copy's and one source node's
+  i64 rail_count, ring_tail, ring_head, rail_ring_tail, rail_ring_head;        // normal
+  i64 back_tail, back_head, rail_back_tail, rail_back_head;
+  i64 ring_share;            // normal: slots of a ring that a channel has
   i64 payload, signature;
   u64 agreed;            // mapped u64: the proposal of all ranks in the last dispatch, else 0
 
@@ -55,7 +58,10 @@ struct Args {
   u64 target;            // i32 [R x max_tokens]: by received record, its row in the owner's combine payload
   u64 position;          // i32 [R x max_tokens][K]: by received record and pick, the masked row or -1
   u64 pick_weight;       // f32 likewise
-  u64 relay;             // hybrid: i32 [N][max_tokens][2] by source node and rail slot: the record's ranks, one bit each, and token
+  u64 relay;             // hybrid: i32 [N][max_tokens][2] by source node and rail slot: the record's ranks, one bit each, and token;
+                         // normal: u32 [N][max_tokens] by forwarded record: the GPUs of this node that got it, one bit each
+  u64 kept;              // normal, ordered: [capacity] records in order of source and token, not yet given rows
+  i64 capacity;          // rows of the outputs (masked: of an expert)
   i64 channels, chunk;   // this rank's dispatch: its blocks, and tokens of each
   i64 stays;             // combine: this rank's own compact rows are read from y when they are summed
   u64 y, out;

@@ -90,10 +90,11 @@ __device__ __forceinline__ u32 largest(u32 a, u32 b) {   // of two bf16 each, by
 }
 
 // 16 channels a lane and step, so that 8 lanes share a scale: scale = max(|x|, 1e-4) / 448, rounded up to a power of two
-// for UE8M0. The scales gather in shared memory and leave together. Two steps hide each other's latency.
+// for UE8M0. The scales gather in shared memory and leave together. Two steps hide each other's latency, one takes fewer
+// registers.
+template <int kSteps = 2>
 __device__ __forceinline__ void send_cast(const Args& a, const Targets& t, const Offsets& f, const unsigned char* input,
                                           u32* words, Range run, int lane) {
-  constexpr int kSteps = 2;
   bool ue8m0 = a.payload == i64(Payload::kFp8Ue8m0);
   int bytes = run.last - run.first;
   for (int first = lane * 32; first - lane * 32 < bytes; first += 1024 * kSteps) {
@@ -194,7 +195,7 @@ __device__ __forceinline__ void send_picks(const Args& a, const Targets& t, cons
 template <bool kRails = false>
 __device__ __forceinline__ void announce(const Args& a, Shared& sh, int lane) {
   Control* control = reinterpret_cast<Control*>(a.control);
-  u64 said = u64(a.signature) | u64(gridDim.x - 1) << kSignatureBits | load_relaxed_sys(&control->proposal) << kProposalBits;
+  u64 said = u64(a.signature) | u64(a.channels - 1) << kSignatureBits | load_relaxed_sys(&control->proposal) << kProposalBits;
   const bool peer = is_peer<kRails>(a, lane);
   if (peer) tell(a, relays<kRails>(a, lane), lane, a.intent, a.rank, signal_word(sh.epoch, said));
   // Receiving warps add to counts; the word that they all await first says that it is cleared.

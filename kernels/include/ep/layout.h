@@ -23,6 +23,7 @@ constexpr i64 kMaxTopK = 32;          // one warp lane a pick
 constexpr i64 kRecordAlign = 32;      // a record starts on a sector, and bulk copies need 16
 constexpr i64 kRegionAlign = 1024;
 constexpr i64 kRailChannels = 4;      // independent tails of hybrid's rail hop
+constexpr i64 kRingChannels = 24;     // most channels that share a ring of normal, one a thread block (CUDA)
 constexpr i64 kChannels = 128;        // most streams, one a thread block, that a source's records travel in (CUDA)
 constexpr i64 kCountBits = 24;        // low bits of a signal word; the upper 40 hold the epoch
 constexpr u64 kCountMask = (u64(1) << kCountBits) - 1;
@@ -104,15 +105,16 @@ struct Words {
   i64 rail_rows;        // [N]      by remote node: combine rows put, over all epochs (hybrid by puts)
   i64 relay_returned;   // [N][G]   by source node and GPU of my node: its partial sums are here (hybrid)
   i64 count;            // [R]      by source rank: records its stream will bring (normal)
-  i64 rail_count;       // [N]      by source node: records its rail stream will bring (normal)
-  i64 ring_tail;        // [R]      by source rank: records written to its ring (normal)
-  i64 ring_head;        // [N][G]   by source node and destination GPU: records the destination has consumed (normal)
-  i64 rail_ring_tail;   // [N]      by source node (normal)
-  i64 rail_ring_head;   // [N]      by remote node (normal)
-  i64 back_tail;        // [N][G]   by source node and GPU: partial sums written to my relay ring (normal)
-  i64 back_head;        // [R]      by source rank: partial sums its relay has consumed (normal)
-  i64 rail_back_tail;   // [N]      by remote node (normal)
-  i64 rail_back_head;   // [N]      by source node (normal)
+  i64 rail_count;       // [N][Q]   by source node and ring channel: records its rail stream will bring (normal)
+  // normal's rings, each word by ring channel too (Q); the host fabric has one.
+  i64 ring_tail;        // [R][Q]   by source rank: records written to its ring
+  i64 ring_head;        // [N][G][Q] by source node and destination GPU: records the destination has consumed
+  i64 rail_ring_tail;   // [N][Q]   by source node
+  i64 rail_ring_head;   // [N][Q]   by remote node
+  i64 back_tail;        // [N][G][Q] by source node and GPU: partial sums written to my relay ring
+  i64 back_head;        // [R][Q]   by source rank: partial sums its relay has consumed
+  i64 rail_back_tail;   // [N][Q]   by remote node
+  i64 rail_back_head;   // [N][Q]   by source node
   i64 bytes;
 };
 
@@ -137,15 +139,15 @@ EP_HD Words words(const Shape& s) {
   w.rail_rows = take(at, s.staging ? N : 0);
   w.relay_returned = take(at, R);
   w.count = take(at, R);
-  w.rail_count = take(at, N);
-  w.ring_tail = take(at, R);
-  w.ring_head = take(at, R);
-  w.rail_ring_tail = take(at, N);
-  w.rail_ring_head = take(at, N);
-  w.back_tail = take(at, R);
-  w.back_head = take(at, R);
-  w.rail_back_tail = take(at, N);
-  w.rail_back_head = take(at, N);
+  w.rail_count = take(at, N * kRingChannels);
+  w.ring_tail = take(at, R * kRingChannels);
+  w.ring_head = take(at, R * kRingChannels);
+  w.rail_ring_tail = take(at, N * kRingChannels);
+  w.rail_ring_head = take(at, N * kRingChannels);
+  w.back_tail = take(at, R * kRingChannels);
+  w.back_head = take(at, R * kRingChannels);
+  w.rail_back_tail = take(at, N * kRingChannels);
+  w.rail_back_head = take(at, N * kRingChannels);
   w.bytes = align_up(at, kRegionAlign);
   return w;
 }

@@ -52,7 +52,7 @@ __device__ __forceinline__ bool given_up(const Args& a, Op op, u64 epoch, int la
   bool aborted = lane < a.ranks and load_relaxed_sys(own_word(a, 0, lane)) != 0;
   u32 who = __ballot_sync(kFullWarp, aborted);
   if (who != 0 and lane == 0) report(a, Fault::kAbort, op, epoch, __ffs(who) - 1, 0, 0);
-  return who != 0 or failed(a);
+  return __any_sync(kFullWarp, who != 0 or failed(a));   // the same in all lanes, whoever fails meanwhile
 }
 
 __device__ __noinline__ u64 wait_slow(const Args& a, Op op, int peer, const u64* word, u64 epoch, u64 count) {

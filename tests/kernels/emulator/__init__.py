@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -40,14 +41,16 @@ def compiled(image: str) -> ctypes.CDLL:
     folder = Path(tempfile.gettempdir()) / f"ep-emulator-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"{image}-{digest}.so"
-    if not library.exists():
-        mine = library.with_suffix(f".{os.getpid()}")
-        includes = (f"-I{HERE / 'include'}", f"-I{KERNELS / 'include'}", "-include", "simt.h")
-        source = ("-x", "c++", str(KERNELS / f"{name}.cu"), str(HERE / "simt.cc"))
-        put = ("-DEP_RAIL_PUT",) if image != name else ()
-        done = subprocess.run(["g++", *FLAGS, *put, *includes, "-o", str(mine), *source], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        mine.rename(library)
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # every rank asks at once
+        if not library.exists():
+            mine = library.with_suffix(f".{os.getpid()}")
+            includes = (f"-I{HERE / 'include'}", f"-I{KERNELS / 'include'}", "-include", "simt.h")
+            source = ("-x", "c++", str(KERNELS / f"{name}.cu"), str(HERE / "simt.cc"))
+            put = ("-DEP_RAIL_PUT",) if image != name else ()
+            done = subprocess.run(["g++", *FLAGS, *put, *includes, "-o", str(mine), *source], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            mine.rename(library)
     return ctypes.CDLL(str(library))
 
 

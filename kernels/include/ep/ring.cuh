@@ -1,0 +1,155 @@
+// Streams through bounded rings, for normal: one writer and one reader a ring and channel, a tail word at the reader, a head
+// word at the writer. A warp serves several streams, one a lane, in turns: it never blocks on one while another can go on.
+#pragma once
+#include "ep/dispatch.cuh"
+
+namespace ep {
+
+constexpr int kUnsaid = 4;   // records of a stream that its reader need not know of yet, nor its writer that they are taken
+
+// One end of a ring's channel. What this end has done, and how far it may go: as far as the other end's word says, and a
+// writer by the slots of the channel further. Packed, for a warp may hold two a lane; words count from rail_count.
+struct End {
+  int peer : 8;       // the other end's rank; -1: there is no ring
+  u32 ring : 8;       // at its reader
+  u32 slack : 16;     // slots if this end writes
+  u32 other : 16;     // the other end's word, here
+  u32 word : 16;      // this end's word, there
+  int done, said, limit;
+
+  __device__ __forceinline__ bool open() const { return done < limit; }
+  __device__ __forceinline__ int unsaid() const { return done - said; }
+  __device__ __forceinline__ const u64* seen(const Args& a) const { return own_word(a, a.rail_count, other); }
+  __device__ __forceinline__ void look(const Args& a, u64 epoch) {
+    if (peer < 0) return;
+    u64 now = load_acquire_sys(seen(a));
+    if (signal_epoch(now) == epoch) limit = int(slack) + int(signal_count(now));
+  }
+  __device__ __forceinline__ void say(const Args& a, u64 epoch) {   // behind a fence
+    if (said == done) return;
+    store_relaxed_sys(heap_word(a, peer, a.rail_count, word), signal_word(epoch, done));
+    said = done;
+  }
+  // Of the next record. `area`: a.slots or a.area, with rings of `segment` bytes.
+  __device__ __forceinline__ u64 slot(const Args& a, i64 area, i64 segment, int channel, int bytes) const {
+    return a.heap[slack != 0 ? peer : int(a.rank)] + area + ring * segment +
+           i64(channel * u32(a.ring_share) + u32(done) % u32(a.ring_share)) * bytes;
+  }
+};
+
+__device__ __forceinline__ u32 ring_word(const Args& a, i64 array, int ring, int channel) {
+  return u32((array - a.rail_count) / 8) + u32(ring * kRingChannels + channel);
+}
+constexpr End kNoRing{-1, 0, 0, 0, 0, 0, 0, 0};
+
+struct Word {   // an array, and the index of a ring in it
+  i64 array;
+  int ring;
+};
+__device__ __forceinline__ End writes(const Args& a, int reader, int ring, Word tail, Word head, int channel) {
+  return {reader,
+          u32(ring),
+          u32(a.ring_share),
+          ring_word(a, head.array, head.ring, channel),
+          ring_word(a, tail.array, tail.ring, channel),
+          0,
+          0,
+          int(a.ring_share)};
+}
+__device__ __forceinline__ End reads(const Args& a, int writer, int ring, Word tail, Word head, int channel) {
+  return {writer,
+          u32(ring),
+          0,
+          ring_word(a, tail.array, tail.ring, channel),
+          ring_word(a, head.array, head.ring, channel),
+          0,
+          0,
+          0};
+}
+__device__ __forceinline__ u64 record_slot(const Args& a, const End& e, int channel, int bytes) {
+  return e.slot(a, a.slots, a.slot_segment, channel, bytes);
+}
+__device__ __forceinline__ int sum_bytes(const Args& a) { return int(combine_record_bytes(Payload(a.payload), a.hidden)); }
+__device__ __forceinline__ u64 sum_slot(const Args& a, const End& e, int channel) {
+  return e.slot(a, a.area, a.area_segment, channel, sum_bytes(a));
+}
+
+__device__ __forceinline__ int own_node(const Args& a) { return node_of(a, int(a.rank)); }
+__device__ __forceinline__ int nodes(const Args& a) { return int(a.ranks / a.gpus); }
+
+// The streams of this rank's own tokens, one a lane: to each GPU of its node, then to its relay in each other node.
+struct Route {
+  int peer = -1, node = -1;
+  u32 ranks = 0;   // whose tokens it carries
+};
+__device__ __forceinline__ Route route(const Args& a, int lane) {
+  const int own = own_node(a), gpus = int(a.gpus);
+  if (lane < gpus) return {own * gpus + lane, own, 1u << (own * gpus + lane)};
+  int node = lane - gpus;
+  node += node >= own;
+  if (node >= nodes(a)) return {};
+  return {rail_peer(a, node), node, node_ranks(a, node)};
+}
+// 32 tokens from `first` on, transposed: lane j gets a bit for each that stream j carries.
+__device__ __forceinline__ u32 block_of_streams(const Args& a, u32 ranks, int first, int last, int lane) {
+  u32 mask = first + lane < last ? token_ranks(a, first + lane) : 0, mine = 0;
+  const int streams = int(a.gpus) + nodes(a) - 1;
+  for (int j = 0; j < streams; ++j) {
+    u32 tokens = __ballot_sync(kFullWarp, (mask & __shfl_sync(kFullWarp, ranks, j)) != 0);
+    if (lane == j) mine = tokens;
+  }
+  return mine;
+}
+
+// Who a lane's stream waits for: one more than its word says.
+struct Blocked {
+  int peer;
+  u64 expected, seen;
+};
+__device__ __forceinline__ Blocked blocked(const u64* word, int peer, u64 epoch) {
+  u64 seen = load_acquire_sys(word);
+  return {peer, signal_word(epoch, signal_epoch(seen) == epoch ? signal_count(seen) + 1 : 1), seen};
+}
+
+// Serves the streams of a warp until all have ended. By lane: `ended` and `able` (to go on now; met by the whole warp) and
+// `unsaid` records; `step(j)` by the whole warp for lane j's stream; `look` reads and `say` writes words.
+template <typename Streams>
+__device__ __forceinline__ bool serve(const Args& a, Op op, u64 epoch, Streams& s, int lane) {
+  int next = 0, idle = 0;
+  u64 since = 0;
+  for (;;) {
+    u32 able = __ballot_sync(kFullWarp, s.able());
+    // Before it waits for others, it tells others all they may be waiting for.
+    if (able == 0 or __any_sync(kFullWarp, s.unsaid() >= kUnsaid)) {
+      if (__any_sync(kFullWarp, s.unsaid() != 0)) {
+        __syncwarp();
+        fence_release();
+        s.say();
+      }
+    }
+    if (able != 0) {
+      u32 later = able & ~below(next);
+      int j = __ffs(later != 0 ? later : able) - 1;
+      next = j + 1 & 31;
+      idle = 0;
+      s.step(j);
+      continue;
+    }
+    if (__all_sync(kFullWarp, s.ended())) return true;
+    s.look();
+    __syncwarp();   // what one lane acquired, all lanes read
+    if (++idle % 64 != 0) continue;
+    if (idle == 64) since = nanoseconds();
+    if (given_up(a, op, epoch, lane)) return false;
+    if (nanoseconds() - since <= u64(a.timeout_ns)) continue;
+    u32 waiting = __ballot_sync(kFullWarp, not s.ended());
+    if (lane == __ffs(waiting) - 1) {
+      Blocked b = s.blocked();
+      report(a, Fault::kTimeout, op, epoch, b.peer, b.expected, b.seen);
+    }
+    __syncwarp();
+    return false;
+  }
+}
+
+}  // namespace ep
