@@ -14,7 +14,7 @@ constexpr int kPublishRows = 8;   // rows between two signals of a channel
 
 struct Shared {
   u64 epoch;
-  bool stopped;
+  bool stopped, broken;   // as in dispatch.cuh
   Progress progress;
   u64 bars[kWarps];
 };
@@ -178,7 +178,10 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_combine(const _
   }
   if (warp == blockDim.x / 32 - 1) {
     bool stopped = given_up(a, Op::kCombine, 0, lane);
-    if (lane == 0) sh.stopped = stopped;
+    if (lane == 0) {
+      sh.stopped = stopped;
+      sh.broken = false;
+    }
     if (lane < blockDim.x / 32) mbarrier_init(&sh.bars[lane]);
   }
   if (threadIdx.x == 0) sh.epoch = read_epoch(a);
@@ -189,9 +192,9 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_combine(const _
     Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
     if (a.senders != 0 and warp <= a.senders) send(a, sh, stage, warp, lane);
     stage.at = stage_memory + a.receive_at + receiver * a.receive_stage;
-    if (receiver >= 0 and receiver < a.receivers and not receive(a, sh, stage, mine, to, lane)) sh.stopped = true;
+    if (receiver >= 0 and receiver < a.receivers and not receive(a, sh, stage, mine, to, lane)) sh.broken = true;
     __syncthreads();
   }
-  if (sh.stopped and a.out != 0) fill_nan(a.out, a.tokens * 2 * a.hidden);
+  if ((sh.stopped or sh.broken) and a.out != 0) fill_nan(a.out, a.tokens * 2 * a.hidden);
   if (a.receivers != 0) await_previous();   // the sending kernel, if it was another: whoever follows this one follows it too
 }

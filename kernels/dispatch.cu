@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_await(const __g
 extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_order(const __grid_constant__ ep::Args a) {
   using namespace ep;
   await_previous();   // ep_await
-  if (failed(a)) return;
+  if (__any_sync(kFullWarp, failed(a))) return;
   const int lane = threadIdx.x % 32, warps = blockDim.x / 32, capacity = int(a.ranks * a.max_tokens), top_k = int(a.top_k);
   const Record f = record(Payload(a.payload), a.hidden, a.top_k);
   const int* plan = reinterpret_cast<const int*>(a.plan);

@@ -22,7 +22,8 @@ struct Shared {
   Offsets f;
   int base[kMaxRanks + 1];   // by source: its first row; behind the last, all rows
   int channels[kMaxRanks], chunk[kMaxRanks];   // by source
-  bool stopped;              // the buffer has failed
+  bool stopped;              // the buffer had failed when the block began: all threads agree, and none waits for the others
+  bool broken;               // it failed since, some threads know
   Progress progress;
   u64 bars[kWarps];
 };
@@ -540,7 +541,10 @@ __device__ __forceinline__ void run(const Args& a) {
   if (kPhase == Phase::kPlace) await_previous();   // ep_await
   if (warp == planner) {
     bool stopped = given_up(a, Op::kDispatch, 0, lane);
-    if (lane == 0) sh.stopped = stopped;
+    if (lane == 0) {
+      sh.stopped = stopped;
+      sh.broken = false;
+    }
     if (lane < blockDim.x / 32) mbarrier_init(&sh.bars[lane]);
   }
   if (threadIdx.x == 0) {
@@ -567,11 +571,11 @@ __device__ __forceinline__ void run(const Args& a) {
         ok = barrier_and(kReceiveBarrier, 32 * (int(a.receivers) + (planner - a.receive_from >= a.receivers)), ok);
       stage.at = stage_memory + a.receive_at + receiver * a.receive_stage;
       if (takes) ok = ok and receive<kPhase == Phase::kPlace, kRails>(a, sh, stage, receiver, lane);
-      if (not ok) sh.stopped = true;
+      if (not ok) sh.broken = true;
     }
     __syncthreads();
   }
-  if (sh.stopped and receives) {   // nothing that was not received may look like data
+  if ((sh.stopped or sh.broken) and receives) {   // nothing that was not received may look like data
     i64 rows = (a.masked ? a.local_experts : 1) * a.ranks * a.max_tokens;
     fill_nan(a.rows, rows * sh.f.row);
   }
