@@ -13,8 +13,6 @@ struct Relay {   // by node: what its rank on this rail sends here
   int channels[kMaxRanks], chunk[kMaxRanks];
 };
 
-__device__ __forceinline__ int own_node(const Args& a) { return node_of(a, int(a.rank)); }
-__device__ __forceinline__ int nodes(const Args& a) { return int(a.ranks / a.gpus); }
 __device__ __forceinline__ u64 rail_slot(const Args& a, const Offsets& f, int node, i64 slot) {
   return a.heap[a.rank] + a.rail_slots + node * a.rail_segment + slot * f.bytes;
 }

@@ -46,7 +46,7 @@ __device__ __forceinline__ u64 segment(const Args& a, int rank, int source) {
 // hybrid: a rank of another node is this rank's relay there, with slots and words by source node.
 template <bool kRails>
 __device__ __forceinline__ bool relays(const Args& a, int rank) {
-  return kRails and node_of(a, rank) != node_of(a, int(a.rank));
+  return kRails and node_of(a, rank) != own_node(a);
 }
 template <bool kRails>
 __device__ __forceinline__ bool is_peer(const Args& a, int rank) {
@@ -55,21 +55,21 @@ __device__ __forceinline__ bool is_peer(const Args& a, int rank) {
 template <bool kRails>
 __device__ __forceinline__ u64 first_slot(const Args& a, int rank) {
   if (not relays<kRails>(a, rank)) return segment(a, rank, int(a.rank));
-  return (kRailPut ? 0 : a.heap[rank]) + a.rail_slots + node_of(a, int(a.rank)) * a.rail_segment;   // puts take offsets
+  return (kRailPut ? 0 : a.heap[rank]) + a.rail_slots + own_node(a) * a.rail_segment;   // puts take offsets
 }
 // What this rank tells a peer: how many records a channel brings (channel kChannels: the tokens of a channel), and how far it
 // has come, which puts say themselves.
 template <bool kRails>
 __device__ __forceinline__ void tell_count(const Args& a, int rank, int channel, u64 word) {
   const bool far = relays<kRails>(a, rank);
-  tell(a, far, rank, far ? a.rail_total : a.stream_count, plan_row(far ? node_of(a, int(a.rank)) : a.rank, channel), word);
+  tell(a, far, rank, far ? a.rail_total : a.stream_count, plan_row(far ? own_node(a) : a.rank, channel), word);
 }
 template <bool kRails>
 __device__ __forceinline__ void tell_tail(const Args& a, int rank, int channel, u64 word) {
   const bool far = relays<kRails>(a, rank);
   if (kRailPut and far) return;
   store_relaxed_sys(heap_word(a, rank, far ? a.rail_tail : a.stream_tail,
-                              (far ? node_of(a, int(a.rank)) : a.rank) * kChannels + channel), word);
+                              (far ? own_node(a) : a.rank) * kChannels + channel), word);
 }
 
 // What a warp reads of a token: a run of the row, in bytes.
@@ -263,7 +263,7 @@ __device__ __forceinline__ void put_record(const Args& a, const Offsets& f, u32 
   for (; set != 0; set &= set - 1) {
     int rank = __ffs(set) - 1;
     i64 to = i64(__shfl_sync(kFullWarp, slot, rank));
-    put(a, rank, to, a.staging + i64(token) * f.bytes, f.bytes, a.rail_arrived, put_base(node_of(a, int(a.rank)), blockIdx.x));
+    put(a, rank, to, a.staging + i64(token) * f.bytes, f.bytes, a.rail_arrived, put_base(own_node(a), blockIdx.x));
   }
 }
 
@@ -287,7 +287,7 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Ra
       int relay_slot = kRails ? near_slot + __popc(near & below(i)) : 0;
       Targets t{own + i64(slot + __popc(to & below(i))) * f.bytes, __ballot_sync(kFullWarp, to >> i & 1)};
       const u64 slot_there = t.address;
-      const u32 far = kRails and kRailPut ? t.set & ~node_ranks(a, node_of(a, int(a.rank))) : 0;
+      const u32 far = kRails and kRailPut ? t.set & ~node_ranks(a, own_node(a)) : 0;
       if (far >> lane & 1) t.address = a.heap[a.rank] + a.staging + i64(first + i) * f.bytes;   // one copy serves all
       t.set ^= far & (far - 1);
       u32 early = kAhead and part == 0 ? pick_word(a, first + i, lane, relay_slot) : 0;
@@ -413,7 +413,7 @@ __device__ __forceinline__ void place(const Args& a, const Offsets& f, const Sta
   u32 ranks = __reduce_or_sync(kFullWarp, rank >= 0 ? 1u << rank : 0);
   bool mine = rank == a.rank;
   int local = mine ? id - int(a.rank) * each : -1;
-  if (kRails) ranks &= node_ranks(a, node_of(a, int(a.rank)));   // answers go to the relay, which has a row a slot
+  if (kRails) ranks &= node_ranks(a, own_node(a));   // answers go to the relay, which has a row a slot
   if (lane == 0)
     reinterpret_cast<int*>(a.target)[record] = __popc(ranks & below(int(a.rank))) * int(a.max_tokens) +
         (kRails ? stage.get<int>(f.weights + 4 * int(a.top_k)) : stage.get<int>(f.source) % int(a.max_tokens));

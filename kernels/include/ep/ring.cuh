@@ -74,9 +74,6 @@ __device__ __forceinline__ u64 sum_slot(const Args& a, const End& e, int channel
   return e.slot(a, a.area, a.area_segment, channel, sum_bytes(a));
 }
 
-__device__ __forceinline__ int own_node(const Args& a) { return node_of(a, int(a.rank)); }
-__device__ __forceinline__ int nodes(const Args& a) { return int(a.ranks / a.gpus); }
-
 // The streams of this rank's own tokens, one a lane: to each GPU of its node, then to its relay in each other node.
 struct Route {
   int peer = -1, node = -1;

@@ -37,6 +37,8 @@ __device__ __forceinline__ u32 token_ranks(const Args& a, i64 token) {
 
 // Ranks of a node are consecutive; rank r's rail is the ranks of other nodes in r's place.
 __device__ __forceinline__ int node_of(const Args& a, int rank) { return rank / int(a.gpus); }
+__device__ __forceinline__ int own_node(const Args& a) { return node_of(a, int(a.rank)); }
+__device__ __forceinline__ int nodes(const Args& a) { return int(a.ranks / a.gpus); }
 __device__ __forceinline__ int rail_peer(const Args& a, int node) { return node * int(a.gpus) + int(a.rank) % int(a.gpus); }
 __device__ __forceinline__ u32 node_ranks(const Args& a, int node) {
   return (a.gpus == 32 ? ~0u : (1u << int(a.gpus)) - 1) << node * int(a.gpus);
@@ -47,10 +49,9 @@ __device__ __forceinline__ u32 node_ranks(const Args& a, int node) {
 template <bool kRails>
 __device__ __forceinline__ u32 first_hop(const Args& a, u32 ranks) {
   if (not kRails) return ranks;
-  const int own = node_of(a, int(a.rank)), nodes = int(a.ranks / a.gpus);
-  u32 to = ranks & node_ranks(a, own);
-  for (int n = 0; n < nodes; ++n)
-    if (n != own and (ranks & node_ranks(a, n)) != 0) to |= 1u << rail_peer(a, n);
+  u32 to = ranks & node_ranks(a, own_node(a));
+  for (int n = 0; n < nodes(a); ++n)
+    if (n != own_node(a) and (ranks & node_ranks(a, n)) != 0) to |= 1u << rail_peer(a, n);
   return to;
 }
 

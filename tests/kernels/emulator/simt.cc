@@ -365,7 +365,8 @@ struct Network {
     int op;
   };
   std::mutex lock;
-  std::condition_variable given;
+  std::condition_variable given, quiet;
+  bool busy = false;
   std::vector<Region> regions;
   std::vector<Put> puts;
   std::minstd_rand random;
@@ -388,6 +389,7 @@ struct Network {
       std::swap(puts[random() % puts.size()], puts.back());
       Put p = puts.back();
       puts.pop_back();
+      busy = true;
       hold.unlock();
       if (p.bytes != 0) memcpy(p.to, p.from, p.bytes);
       if (p.op == NVSHMEM_SIGNAL_ADD) {
@@ -395,6 +397,9 @@ struct Network {
       } else {
         __atomic_store_n(p.word, p.value, __ATOMIC_SEQ_CST);
       }
+      hold.lock();
+      busy = false;
+      quiet.notify_all();
     }
   }
 };
@@ -438,9 +443,10 @@ extern "C" void emulator_join(char* own, size_t size, char** peers, unsigned ran
   std::lock_guard<std::mutex> hold(n.lock);
   n.regions.push_back({own, size, std::vector<char*>(peers, peers + ranks)});
 }
-extern "C" void emulator_leave(char* own) {
+extern "C" void emulator_leave(char* own) {   // nothing is under way to heaps that are about to go
   simt::Network& n = simt::network();
-  std::lock_guard<std::mutex> hold(n.lock);
+  std::unique_lock<std::mutex> hold(n.lock);
+  n.quiet.wait(hold, [&n] { return n.puts.empty() and not n.busy; });
   for (size_t i = 0; i < n.regions.size(); ++i)
     if (n.regions[i].own == own) {
       n.regions.erase(n.regions.begin() + long(i));
