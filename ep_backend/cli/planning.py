@@ -116,7 +116,10 @@ def schema(
     if out is None:
         print(text, end="")
     else:
-        out.write_text(text, encoding="utf-8")
+        try:
+            out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise _fail(ValueError(f"{out} cannot be written: {error.strerror}; choose another --out")) from None
 
 
 def _fail(error: Exception) -> typer.Exit:

@@ -15,7 +15,7 @@ def changes(old: Deployment, new: Deployment) -> list[Change]:
             role=change.role,
             old=_shown(change.old),
             new=_shown(change.new),
-            action=_action(change, old),
+            action=_action(change),
         )
         for change in classes.changes(old, new)
         if change.role is not None or change.kind == "redeploy"
@@ -37,12 +37,9 @@ def reachable(deployment: Deployment, role: RoleName) -> list[str]:
     return classes.reachable(deployment, role)
 
 
-def _action(change: classes.Change, deployment: Deployment) -> Action:
-    """A flip drains vLLM where graphs hold the mode; SGLang cannot capture its graphs anew here, so that is a restart."""
-    if change.kind == "drain":
-        assert change.role is not None
-        return "flip" if dict(deployment.roles.items())[change.role].engine == "vllm" else "restart"
-    return "flip" if change.kind == "hot" else change.kind
+def _action(change: classes.Change) -> Action:
+    """A flip drains where graphs hold the mode."""
+    return "flip" if change.kind == "hot" or change.kind == "drain" else change.kind
 
 
 def _shown(value: Any) -> str:

@@ -91,6 +91,8 @@ def _mode_change(deployment: Deployment, name: RoleName, role: Role, mode: str) 
     if mode not in reachable(deployment, name):
         return "restart", "the buffer was not made for it, or it gives the experts another layout"
     if captures(deployment, name, role, mode):
+        if role.engine != "vllm":
+            return "restart", f"captured graphs replay their mode, and {role.engine} cannot capture anew while it runs"
         return "drain", "captured graphs replay their mode: pause, drop them, capture again, resume"
     return "hot", "the buffer serves both, and all ranks change at the same dispatch"
 

@@ -1,8 +1,9 @@
 """Reads a deployment file and reports everything that is wrong with it at once, each with its line and column."""
 
+import math
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,10 +118,28 @@ def _parse(file: Path, text: str | None) -> Any:
         raise _unreadable(file, line, column, f"not valid YAML: {what}", fix) from None
     except YAMLError as error:
         raise _unreadable(file, 1, 1, f"not valid YAML: {error}", "correct it") from None
+    except RecursionError:
+        raise _unreadable(file, 1, 1, "is nested too deeply to be read", "close what is open; no value here is deep") from None
     if not isinstance(document, dict):
         holds = "is empty" if document is None else "is a list" if isinstance(document, list) else f"is only {document!r}"
         raise _unreadable(file, 1, 1, f"{holds}, must be a mapping with `name` and `roles`", "write one")
+    for place, what, fix in _unwritable(document):
+        raise DeploymentError.of([_located(file, document, Problem(place, what, fix, "EP004"))])
     return document
+
+
+def _unwritable(value: Any, place: tuple[int | str, ...] = ()) -> Iterator[tuple[tuple[int | str, ...], str, str]]:
+    """YAML has values that JSON and UTF-8 have not, and everything here is written as those."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _unwritable(part, (*place, str(key)))
+    elif isinstance(value, list):
+        for number, part in enumerate(value):
+            yield from _unwritable(part, (*place, number))
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield place, f"is {float(value)}, must be a finite number", "write the number that is meant"
+    elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        yield place, f"holds {value!a}, half of a character", "write the character itself"
 
 
 def _unreadable(file: Path, line: int, column: int, what: str, fix: str, code: str = "EP001") -> DeploymentError:

@@ -12,6 +12,7 @@ from ep_backend.deployment.load import read
 from ep_backend.deployment.schema import Deployment
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+SGLANG = read(DEPLOY / "deepseek-v3-h100-sglang.yaml")[0].deployment
 EP128 = read(DEPLOY / "deepseek-v3-h800-ep128.yaml")[0].deployment
 UNIFIED = read(DEPLOY / "gpt-oss-120b-h200x4.yaml")[0].deployment
 
@@ -30,6 +31,7 @@ EAGER = changed("roles", "decode", "args", {"enforce-eager": True})
 
 CASES = {
     "mode, captured": (EP128, ("roles", "decode", "ep", "mode", "low_latency"), "drain"),
+    "mode, captured by SGLang": (SGLANG, ("roles", "decode", "ep", "mode", "hybrid"), "restart"),
     "mode, eager": (EAGER, ("roles", "decode", "ep", "mode", "low_latency"), "hot"),
     "mode on a CPU": (changed("topology", "device", "cpu"), ("roles", "decode", "ep", "mode", "hybrid"), "hot"),
     "prefill within its buffer": (EP128, ("roles", "prefill", "ep", "mode", "hybrid"), "hot"),
@@ -96,9 +98,7 @@ def test_every_key_of_the_schema_has_a_class() -> None:
 
 def test_flip_acts_on_the_same_classes() -> None:
     for base, change, kind in CASES.values():
-        # Only vLLM captures its graphs anew while it runs.
-        drain = "flip" if change[0] == "roles" and dict(base.roles.items())[change[1]].engine == "vllm" else "restart"
-        actions = {"hot": "flip", "drain": drain, "restart": "restart", "redeploy": "redeploy"}
+        actions = {"hot": "flip", "drain": "flip", "restart": "restart", "redeploy": "redeploy"}
         found = [c.action for c in flip_changes(base, changed(*change, base=base))]
         assert found == ([actions[kind]] if change[0] == "roles" or kind != "hot" else []), change
     assert flip_changes(EP128, changed("topology", "calibration", "link-rate")) == []

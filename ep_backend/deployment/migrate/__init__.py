@@ -138,7 +138,7 @@ def _document(
     document: dict[str, Any] = {
         "name": name,
         "topology": machines,
-        "model": _model(first.model, preset) | ({"served_name": first.served} if first.served else {}),
+        "model": _model(first.model, preset) | {"served_name": first.served},
         "roles": {each.name: _role(each, fp8) for each in drafts},
     }
     if first.name == "unified":
@@ -179,7 +179,7 @@ def _model(given: str, preset: str | None) -> dict[str, Any]:
 
 def _preset(drafts: Sequence[Draft], hints: Sequence[str]) -> str | None:
     """The model that a name tells: the longest preset whose letters and digits stand in it."""
-    names = [_letters(text) for each in drafts for text in (each.model, each.served or "")] + [_letters(h) for h in hints]
+    names = [_letters(text) for each in drafts for text in (each.model, each.served)] + [_letters(h) for h in hints]
     known = sorted(models(), key=lambda preset: -len(preset))
     return next((preset for preset in known if any(_letters(preset) in name for name in names)), None)
 

@@ -40,7 +40,7 @@ class Draft:
     nodes: int
     data_parallel: int
     model: str
-    served: str | None
+    served: str
     ep: dict[str, Any] = field(default_factory=dict)
     args: dict[str, JsonValue] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
@@ -63,13 +63,14 @@ def draft(launch: Launch, role: RoleName | None) -> Draft:
     """The role of a launch. `role`: which one, where the command cannot tell. Raises Unmovable."""
     flags = dict(launch.flags)
     name = _role(launch, flags, role)
-    made = Draft(name, launch.engine, 1, 1, "", None, env=dict(launch.env))
+    made = Draft(name, launch.engine, 1, 1, "", "", env=dict(launch.env))
     model = flags.pop("model-path", None)
     if not isinstance(model, str):
         raise Unmovable(f"the {launch.engine} command names no model; add {_model_flag(launch.engine)} PATH_OR_ID")
     made.model = model
     served = flags.pop("served-model-name", None)
-    made.served = str(served[0] if isinstance(served, list) else served) if served is not None else None
+    # Without the flag both engines serve under the model as it was given; clients keep asking for that name.
+    made.served = str(served[0] if isinstance(served, list) else served) if served is not None else model
     host, port = flags.get("host"), flags.get("port")
     named = isinstance(host, str) and re.fullmatch(HOST, host)
     made.listens = (str(host) if named else None, port if isinstance(port, int) else None)
