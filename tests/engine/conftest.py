@@ -1,6 +1,9 @@
 """A real engine on a real checkpoint: what the engine tests share."""
 
 import dataclasses
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,9 +14,15 @@ from ep_backend.checkpoint import Model, write_checkpoint
 from ep_backend.demo import make_prompts
 from ep_backend.deployment.commands import down, up_detached
 from ep_backend.deployment.state import RunState
-from ep_backend.reference import greedy_reference
 
 TOKENS = 16
+REFERENCE = """
+import json, sys
+from pathlib import Path
+from ep_backend.reference import greedy_reference
+folder, prompts, tokens = json.load(sys.stdin)
+print(json.dumps(greedy_reference(Path(folder), prompts, tokens, lambda: None).tokens))
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +47,11 @@ def served_qwen(tmp_path_factory: pytest.TempPathFactory) -> Served:
 def _serve(folder: Path, model: Model) -> Served:
     write_checkpoint(folder / "checkpoint", model=model)
     prompts = make_prompts()[::4]
-    reference = greedy_reference(folder / "checkpoint", prompts, TOKENS, lambda: None)
-    return Served(folder / "checkpoint", prompts, reference.tokens)
+    # In a process of its own: engines that other tests import here change what transformers computes.
+    asked = json.dumps([str(folder / "checkpoint"), prompts, TOKENS])
+    done = subprocess.run([sys.executable, "-c", REFERENCE], input=asked, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return Served(folder / "checkpoint", prompts, json.loads(done.stdout.splitlines()[-1]))
 
 
 @pytest.fixture
