@@ -95,27 +95,8 @@ __device__ __forceinline__ bool forward(const Args& a, Shared& sh, const Relay& 
     store_relaxed_sys(heap_word(a, lane, a.stream_tail, source * kChannels + channel), signal_word(sh.epoch, sent));
     store_relaxed_sys(heap_word(a, lane, a.stream_count, plan_row(source, channel)), signal_word(sh.epoch, sent));
   }
-  if (sent != 0) {
-    i64 mode = stat_mode(a.ranks, a.mode), scalars = mode + kStatRows * a.ranks + kStatForwarded;
-    add_stat(a, mode + lane, sent);
-    add_stat(a, mode + a.ranks + lane, u64(sent) * f.bytes);
-    add_stat(a, scalars, sent);
-    add_stat(a, scalars + 1, u64(sent) * f.bytes);
-  }
+  add_written(a, Op::kDispatch, lane, sent, f.bytes, true);
   return true;
-}
-
-// The last block to end says so: signal(i) for each i.
-template <typename Signal>
-__device__ __forceinline__ void signal_as_one(const Args& a, int words, Signal signal) {
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  LaneState* state = reinterpret_cast<LaneState*>(a.state);
-  fence_release();
-  if (atomicAdd(&state->done, u64(1)) != gridDim.x - 1) return;
-  state->done = 0;
-  fence_release();
-  for (int i = 0; i < words; ++i) signal(i);
 }
 
 // Partial sums for one source node, at its relay here: one row a slot, to the row of the token's copy at the owner.
@@ -207,25 +188,22 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_rail_return(con
   for (i64 unit = w.first; unit < i64(records) * parts; unit += w.step) {
     int record = int(unit / parts), source = __popc(__ballot_sync(kFullWarp, first <= record)) - 1;
     int target = reinterpret_cast<const int*>(a.target)[record];
-    u64 to = relay_row(a, own_node(a) * int(a.gpus) + source % int(a.gpus), node_of(a, source),
+    u64 to = relay_row(a, relay_here(a, source), node_of(a, source),
                        target / int(a.max_tokens), target % int(a.max_tokens));
     send_back(a, stage, to, record, int(unit % parts), lane);
   }
   const i64 mode = stat_mode(a.ranks, a.mode);
   if (blockIdx.x == 0 and warp == 0) {
     int next = lane < a.ranks ? plan[plan_row(lane, kChannels)] : records, count = next - first;
-    i64 relay = own_node(a) * a.gpus + lane % a.gpus;
-    if (lane < a.ranks and count != 0) {
-      add_stat(a, mode + 2 * a.ranks + relay, count);
-      add_stat(a, mode + 3 * a.ranks + relay, u64(count) * combine_record_bytes(Payload(a.payload), a.hidden));
-    }
+    if (lane < a.ranks)
+      add_written(a, Op::kCombine, relay_here(a, lane), count, combine_record_bytes(Payload(a.payload), a.hidden), false);
     if (lane == 0) add_stat(a, mode + kStatRows * a.ranks + 1, 1);
     for (i64 e = lane; e < a.local_experts; e += 32)
       add_stat(a, stat_experts(a.ranks) + e, reinterpret_cast<const int*>(a.counts)[e]);
   }
   signal_as_one(a, int(a.ranks), [&](int source) {
-    int relay = own_node(a) * int(a.gpus) + source % int(a.gpus);
-    tell(a, false, relay, a.relay_returned, node_of(a, source) * a.gpus + a.rank % a.gpus, signal_word(sh.epoch, 0));
+    store_relaxed_sys(heap_word(a, relay_here(a, source), a.relay_returned, node_of(a, source) * a.gpus + a.rank % a.gpus),
+                      signal_word(sh.epoch, 0));
   });
 }
 
@@ -257,13 +235,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_relay_sum(const
       sum_slot(a, stage, node, slot, part, lane);
       rows += part == 0;
     }
-    if (lane == 0 and rows != 0) {
-      i64 mode = stat_mode(a.ranks, a.mode), to = mode + 2 * a.ranks + rail_peer(a, node);
-      add_stat(a, to, rows);
-      add_stat(a, to + a.ranks, u64(rows) * row_bytes);
-      add_stat(a, mode + kStatRows * a.ranks + kStatForwarded + 2, rows);
-      add_stat(a, mode + kStatRows * a.ranks + kStatForwarded + 3, u64(rows) * row_bytes);
-    }
+    if (lane == 0) add_written(a, Op::kCombine, rail_peer(a, node), rows, row_bytes, true);
   }
   signal_as_one(a, nodes(a), [&](int node) {
     tell(a, node != own_node(a), rail_peer(a, node), a.returned, a.rank, signal_word(sh.epoch, 0));

@@ -91,16 +91,12 @@ __device__ __forceinline__ void return_expert(const Args& a, Stage& stage, int e
   add_stat(a, at + a.ranks, u64(count) * bytes);
 }
 
-// The last block to end tells every rank that its rows are there, and that its slots here have been read.
+// Rows are there, and slots here have been read: every rank is told.
 __device__ __forceinline__ void signal_returned(const Args& a, Shared& sh) {
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  LaneState* state = reinterpret_cast<LaneState*>(a.state);
-  fence_release();
-  if (atomicAdd(&state->done, u64(1)) != gridDim.x - 1) return;
-  state->done = 0;
-  fence_release();
-  for (int r = 0; r < a.ranks; ++r) store_relaxed_sys(heap_word(a, r, a.returned, a.rank), signal_word(sh.epoch, 0));
+  signal_as_one(a, int(a.ranks), [&](int r) {
+    store_relaxed_sys(heap_word(a, r, a.returned, a.rank), signal_word(sh.epoch, 0));
+  });
+  if (blockIdx.x != 0 or threadIdx.x != 0) return;
   add_stat(a, stat_mode(a.ranks, a.mode) + kStatRows * a.ranks + 1, 1);
   for (i64 e = 0; e < a.local_experts; ++e)
     add_stat(a, stat_experts(a.ranks) + e, reinterpret_cast<const int*>(a.counts)[e]);

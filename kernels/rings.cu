@@ -20,20 +20,6 @@ __device__ __forceinline__ u32* went(const Args& a, int node, int channel) {
 __device__ __forceinline__ int all_rows(const Args& a) {
   return reinterpret_cast<const int*>(a.plan)[plan_row(a.ranks - 1, kChannels)];
 }
-__device__ __forceinline__ int relay_here(const Args& a, int source) {
-  return own_node(a) * int(a.gpus) + source % int(a.gpus);
-}
-__device__ __forceinline__ void add_written(const Args& a, Op op, int peer, int records, i64 bytes, bool forwarded) {
-  if (records == 0) return;
-  const i64 mode = stat_mode(a.ranks, a.mode), row = mode + 2 * int(op) * a.ranks + peer;
-  add_stat(a, row, records);
-  add_stat(a, row + a.ranks, u64(records) * bytes);
-  if (not forwarded) return;
-  const i64 scalar = mode + kStatRows * a.ranks + kStatForwarded + 2 * int(op);
-  add_stat(a, scalar, records);
-  add_stat(a, scalar + 1, u64(records) * bytes);
-}
-
 // Tells every rank, and every relay, what this rank's channel will bring. Lane r for rank r, and for node r.
 __device__ __forceinline__ void count_channel(const Args& a, u64 epoch, int channel, int lane) {
   const Range mine = channel_tokens(a, channel);

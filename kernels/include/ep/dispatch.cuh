@@ -606,4 +606,17 @@ __device__ __forceinline__ void start(const Args& a, Shared& sh, Op op) {
   __syncthreads();
 }
 
+// The last block to end says so: signal(i) for each i.
+template <typename Signal>
+__device__ __forceinline__ void signal_as_one(const Args& a, int words, Signal signal) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  LaneState* state = reinterpret_cast<LaneState*>(a.state);
+  fence_release();
+  if (atomicAdd(&state->done, u64(1)) != gridDim.x - 1) return;
+  state->done = 0;
+  fence_release();
+  for (int i = 0; i < words; ++i) signal(i);
+}
+
 }  // namespace ep

@@ -40,6 +40,9 @@ __device__ __forceinline__ int node_of(const Args& a, int rank) { return rank / 
 __device__ __forceinline__ int own_node(const Args& a) { return node_of(a, int(a.rank)); }
 __device__ __forceinline__ int nodes(const Args& a) { return int(a.ranks / a.gpus); }
 __device__ __forceinline__ int rail_peer(const Args& a, int node) { return node * int(a.gpus) + int(a.rank) % int(a.gpus); }
+__device__ __forceinline__ int relay_here(const Args& a, int source) {
+  return own_node(a) * int(a.gpus) + source % int(a.gpus);
+}
 __device__ __forceinline__ u32 node_ranks(const Args& a, int node) {
   return (a.gpus == 32 ? ~0u : (1u << int(a.gpus)) - 1) << node * int(a.gpus);
 }

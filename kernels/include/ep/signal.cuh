@@ -22,6 +22,18 @@ __device__ __forceinline__ bool reached(u64 word, u64 epoch, u64 count) {
 __device__ __forceinline__ u64* stats(const Args& a) { return reinterpret_cast<u64*>(a.stats); }
 __device__ __forceinline__ void add_stat(const Args& a, i64 index, u64 value) { atomicAdd(stats(a) + index, value); }
 
+// Records, or their answers, that this rank has written to a peer; those for other ranks count as forwarded too.
+__device__ __forceinline__ void add_written(const Args& a, Op op, int peer, int records, i64 bytes, bool forwarded) {
+  if (records == 0) return;
+  const i64 mode = stat_mode(a.ranks, a.mode), row = mode + 2 * int(op) * a.ranks + peer;
+  add_stat(a, row, records);
+  add_stat(a, row + a.ranks, u64(records) * bytes);
+  if (not forwarded) return;
+  const i64 scalar = mode + kStatRows * a.ranks + kStatForwarded + 2 * int(op);
+  add_stat(a, scalar, records);
+  add_stat(a, scalar + 1, u64(records) * bytes);
+}
+
 __device__ __forceinline__ void fence_release() {
   fence_async();
   fence_sys();
