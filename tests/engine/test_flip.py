@@ -24,9 +24,8 @@ from ep_backend.demo import write_deployment
 from ep_backend.deployment.agents import RankStatus
 from ep_backend.deployment.schema import ModeName
 from ep_backend.deployment.state import RunState
-from tests.engine.conftest import TOKENS, Served
+from tests.engine.conftest import LONG, TOKENS, Served
 
-LONG = os.environ.get("EP_TEST_LONG") == "1"
 pytest.importorskip("vllm", reason="these tests need vLLM: run ./ep test")
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
