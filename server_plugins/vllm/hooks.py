@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from ep_backend.layout import align_up
-from server_plugins.vllm import NAME, compat
+from server_plugins.vllm import NAME, compat, shared_cores
 from server_plugins.vllm.choice import choose, is_decode, require_room
 from server_plugins.vllm.graphs import EXTENSION
 
@@ -33,6 +33,8 @@ def install_moe(manager: Any) -> None:
     global _moe_installed
     if _moe_installed:
         return
+    from vllm.platforms import current_platform
+
     compat.require_moe_hooks()
     _moe_installed = True
     _extend_moe_properties(manager)
@@ -40,7 +42,12 @@ def install_moe(manager: Any) -> None:
     _replace_prepare_finalize()
     _round_up_hidden_size()
     _allow_shared_experts_overlap()
-    _add_cpu_experts()
+    if current_platform.is_cpu():
+        _add_cpu_experts()
+        shared_cores.rest_while_polling()
+        transfer = manager.kv_transfer
+        if transfer is not None and transfer.kv_connector == "NixlConnector":
+            shared_cores.let_nixl_wait()
 
 
 def _extend_flag() -> None:
@@ -91,8 +98,12 @@ def _extend_properties() -> None:
 
 
 def _wrap_config() -> None:
-    """Check the whole configuration, and let vLLM's own checks by name see the backend that ours resembles."""
+    """Check the whole configuration, and let vLLM's own checks by name see the backend that ours resembles.
+
+    Every engine process runs this at its start, a worker does not.
+    """
     from vllm.config import VllmConfig
+    from vllm.platforms import current_platform
 
     original = VllmConfig.__post_init__
 
@@ -110,6 +121,8 @@ def _wrap_config() -> None:
         if not parallel.worker_extension_cls:  # another one is the user's; then graphs cannot be captured anew
             parallel.worker_extension_cls = EXTENSION
         require_room(choice, self)
+        if current_platform.is_cpu():
+            shared_cores.rest_while_polling()
 
     VllmConfig.__post_init__ = post_init
 
@@ -221,10 +234,6 @@ def _allow_shared_experts_overlap() -> None:
 
 
 def _add_cpu_experts() -> None:
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
     import vllm.model_executor.layers.fused_moe.oracle.unquantized as oracle
 
     from server_plugins.vllm.cpu_experts import CPUBatchedExperts

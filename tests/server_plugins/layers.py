@@ -1,5 +1,6 @@
 """MoE layers of the vLLM adapter in test workers, and the same MoE computed by one process."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,7 @@ class Manager(EpManager):
         self.gpus_per_node = settings.gpus_per_node or world.size
         self.buffers: list[Any] = []
         self._by_shape: dict[Any, Any] = {}
+        self._fallbacks: Counter[str] = Counter()
 
 
 @dataclass

@@ -6,7 +6,6 @@ tasks have ended; when none progresses it looks for a peer that gave up, and at 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
@@ -66,7 +65,7 @@ def run(
             continue
         idle_turns += 1
         if idle_turns <= _SPINS:
-            os.sched_yield()
+            time.sleep(0)  # lets other threads run; sched_yield would let every busy process go first
         else:
             check()
             if now - idle_since > timeout_s:
