@@ -18,7 +18,6 @@ from ep_backend.deployment.state import RunState
 
 TOKENS = 16
 LONG = os.environ.get("EP_TEST_LONG") == "1"
-ON_REQUEST = pytest.mark.skipif(not LONG, reason="not yet seen passing in one run with the other tests; EP_TEST_LONG=1 runs it")
 REFERENCE = """
 import json, sys
 from pathlib import Path

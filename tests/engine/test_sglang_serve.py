@@ -23,10 +23,10 @@ pytest.importorskip("sglang", reason="these tests need SGLang, in an environment
 from ep_backend.settings import SETTINGS_VARIABLE
 from server_plugins.sglang import NAME
 from server_plugins.sglang.state import ABANDON, MODE, MODES, TOKEN
-from tests.engine.conftest import ON_REQUEST, TOKENS, Served
+from tests.engine.conftest import TOKENS, Served
 from tests.server_plugins.sglang_cpu import DISPATCHES, SPOILED
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600), ON_REQUEST]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 START_S = 300.0
 MAX_TOKENS = {"normal": 128, "direct": 128, "low_latency": 64, "hybrid": 64}

@@ -21,10 +21,10 @@ from ep_backend.deployment.client import complete
 from ep_backend.deployment.commands import down
 from ep_backend.deployment.processes import free_ports, session_members, shared_memory_of
 from ep_backend.deployment.state import RunState, read_state
-from tests.engine.conftest import ON_REQUEST, TOKENS, Served
+from tests.engine.conftest import TOKENS, Served
 
 pytest.importorskip("sglang", reason="these tests need SGLang, in an environment of its own: run ./ep test sglang")
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600), ON_REQUEST]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PRESET = Path(__file__).parents[2] / "deploy" / "local-cpu-sglang.yaml"
 Up = Callable[[Path], RunState]
