@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from ruamel.yaml import YAML
 
@@ -31,6 +32,16 @@ Up = Callable[[Path], RunState]
 def answers(state: RunState, prompts: list[str]) -> list[list[int]]:
     with ThreadPoolExecutor(len(prompts)) as pool:
         return list(pool.map(lambda prompt: complete(state, prompt, TOKENS), prompts))
+
+
+def cores_used(pids: list[int], seconds: float) -> float:
+    def spent() -> float:
+        return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+    time.sleep(3.0)  # vLLM's queues poll for a second after the last read
+    before, started = spent(), time.monotonic()
+    time.sleep(seconds)
+    return (spent() - before) / (time.monotonic() - started)
 
 
 def ep_backend(*arguments: str) -> str:
@@ -72,6 +83,7 @@ def test_a_pair_serves_survives_misuse_and_a_dead_rank_ends_it(served: Served, u
     assert "low_latency *" in ep_backend("status", str(file))
 
     leaders = [instance.pid for instance in state.instances]
+    assert cores_used(session_members(leaders), 5.0) < 1.0, "idle ranks poll without a rest"
     shared = shared_memory_of(session_members(leaders))
     assert shared
     victim = next(status.pid for status in all_statuses(state) if status.role == "decode" and status.rank == 1)
