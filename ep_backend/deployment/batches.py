@@ -1,22 +1,67 @@
 """What the engines' flags say about the tokens that a rank handles in one step."""
 
-from ep_backend.deployment.schema import Deployment, Role
+from ep_backend.deployment.resolve import topology
+from ep_backend.deployment.schema import Deployment, Engine, Role, RoleName
+from ep_backend.modes import MODES, Family, Mode
+from ep_backend.plan.model import GIB
 
-# vLLM's limit of tokens in one step where the flag is not given.
-DEFAULT_BATCH = 2048
+# Where nothing tells what a GPU has: as an H100. `engine_flags` names the batch that follows, so that the engine has it too.
+ASSUMED_HBM = 80 * GIB
+# Limits of tokens in a step where the flag is not given, by the least GiB of a GPU. vLLM 0.26 to 0.33:
+# EngineArgs.get_batch_defaults of an API server; SGLang 0.5.17 to 0.5.23: handle_gpu_memory_settings, of all attention ranks.
+DEFAULT_BATCHES: dict[Engine, tuple[tuple[int, int], ...]] = {
+    "vllm": ((160, 16384), (70, 8192), (0, 2048)),
+    "sglang": ((160, 16384), (60, 8192), (20, 4096), (0, 2048)),
+}
+# vLLM's where an all-to-all gives masked rows, as the plug-in says of the decode family
+# (SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS_FOR_BATCHED_DP).
+VLLM_DECODE_BATCH = 256
+CPU_BATCH = 2048
+# The largest decode batch that SGLang captures where no flag bounds it, on the largest GPUs.
+SGLANG_GRAPHS = 512
 
 
-def batch_limit(deployment: Deployment, role: Role) -> int:
+def batch_limit(deployment: Deployment, name: RoleName, role: Role) -> int:
     """The most tokens that one rank of the engine handles in a step."""
-    if role.engine == "sglang":
-        # SGLang divides a chunk over its attention data-parallel ranks.
-        chunk = (role.number("chunked-prefill-size") or DEFAULT_BATCH * role.data_parallel) // role.data_parallel
-        running = (role.number("max-running-requests") or 0) // role.data_parallel
-        return max(chunk, running * tokens_a_sequence(role))
+    if role.engine == "vllm":
+        return _vllm_batch(deployment, name, role)
+    prompts = chunk(deployment, role) if name != "decode" else 0
+    each, sequences = tokens_a_sequence(role), (role.number("max-running-requests") or 0) // role.data_parallel
+    bound = max(sequences * each, largest_bucket(role)[1])
+    return max(prompts, bound or (SGLANG_GRAPHS * each if name != "prefill" else 0))
+
+
+def chunk(deployment: Deployment, role: Role) -> int:
+    """Tokens of prompts in one step of a rank of SGLang, which divides a chunk over its attention data-parallel ranks."""
+    given = role.number("chunked-prefill-size")
+    if given is None and deployment.topology.device == "cpu":
+        return CPU_BATCH
+    return (given or _default_batch(deployment, role)) // role.data_parallel
+
+
+def _vllm_batch(deployment: Deployment, name: RoleName, role: Role) -> int:
+    prompt = role.number("max-model-len") or 0
     if deployment.topology.device == "cpu":
         # Without chunked prefill, which MLA lacks there, vLLM overrules the flag to fit any prompt.
-        return max(DEFAULT_BATCH, role.number("max-model-len") or 0)
-    return role.number("max-num-batched-tokens") or DEFAULT_BATCH
+        return max(CPU_BATCH, prompt)
+    if given := role.number("max-num-batched-tokens"):
+        return given
+    unified = name == "unified" and role.ep.mode != "auto"
+    family = MODES[Mode(role.ep.mode)].family if unified else Family.DECODE if name == "decode" else Family.PREFILL
+    default = VLLM_DECODE_BATCH if family is Family.DECODE else _default_batch(deployment, role)
+    if role.arg("performance-mode") == "throughput":
+        default *= 2
+    whole_prompts = role.arg("enable-chunked-prefill") is False or role.arg("no-enable-chunked-prefill")
+    # vLLM refuses a limit below that of its sequences.
+    return max(default, role.number("max-num-seqs") or 0, prompt if whole_prompts else 0)
+
+
+def _default_batch(deployment: Deployment, role: Role) -> int:
+    machine = topology(deployment.topology)
+    gib = (machine.hbm or ASSUMED_HBM) / GIB
+    if role.engine == "vllm" and "a100" in (machine.gpu or "").lower():
+        gib = 0
+    return next(tokens for least, tokens in DEFAULT_BATCHES[role.engine] if gib >= least)
 
 
 def tokens_a_sequence(role: Role) -> int:
@@ -28,12 +73,32 @@ def tokens_a_sequence(role: Role) -> int:
     return 1 + given if isinstance(given, int) else 1
 
 
+def largest_bucket(role: Role) -> tuple[str, int]:
+    """The flag and the tokens of the largest decode batch that is captured; 0 if the file does not say."""
+    if role.engine == "sglang":
+        for flag in ("cuda-graph-max-bs-decode", "cuda-graph-bs-decode", "cuda-graph-max-bs", "cuda-graph-bs"):
+            if largest := _largest(role.arg(flag)):
+                return flag, largest * tokens_a_sequence(role)
+        return "", 0
+    compilation = role.arg("compilation-config")
+    nested = compilation if isinstance(compilation, dict) else {}
+    for flag in ("max-cudagraph-capture-size", "cudagraph-capture-sizes"):
+        if largest := _largest(role.arg(flag) or nested.get(flag.replace("-", "_"))):
+            return flag, largest
+    return "", 0
+
+
+def _largest(value: object) -> int:
+    numbers = value if isinstance(value, list) else [value]
+    return max((n for n in numbers if isinstance(n, int) and not isinstance(n, bool)), default=0)
+
+
 def eager(role: Role) -> bool:
     """Does the role decode without captured graphs?"""
     disabled = role.arg("cuda-graph-backend-decode") == "disabled" or role.arg("disable-cuda-graph")
     return bool(disabled if role.engine == "sglang" else role.arg("enforce-eager"))
 
 
-def capacity(deployment: Deployment, role: Role) -> int:
+def capacity(deployment: Deployment, name: RoleName, role: Role) -> int:
     """Rows a rank may dispatch: what the file says, or the batch limit, as `up` takes it."""
-    return role.ep.max_tokens or batch_limit(deployment, role)
+    return role.ep.max_tokens or batch_limit(deployment, name, role)

@@ -69,8 +69,8 @@ FAULTS = {
         "7:24: roles.prefill.ep.max_tokens: is 512, but max-num-batched-tokens is 1024 tokens a rank",
     ),
     "default batch above capacity": (
-        ("    args: {max-num-batched-tokens: 256}\n", ""),
-        "roles.decode.ep.max_tokens: is 256, but the batch of vLLM is 2048 tokens a rank",
+        ("max-num-batched-tokens: 1024, ", ""),
+        "roles.prefill.ep.max_tokens: is 1024, but the batch of vLLM is 8192 tokens a rank",
     ),
     "sequences above capacity": (
         ("max-num-batched-tokens: 256", "max-num-batched-tokens: 256, max-num-seqs: 300"),

@@ -21,7 +21,7 @@ CASES = {
     "sglang-h100": Case(
         ("sglang-h100-prefill.sh", "sglang-h100-decode.sh"),
         {"topology": "h100-nvl8-cx7"},
-        {"prefill": (4, 32, "normal", 2048), "decode": (4, 32, "low_latency", 128)},
+        {"prefill": (4, 32, "normal", 256), "decode": (4, 32, "low_latency", 128)},
     ),
     "sglang-6017": Case(
         ("sglang-6017-prefill.sh", "sglang-6017-decode.sh"),
@@ -38,11 +38,11 @@ CASES = {
         {"model": "deepseek-v3"},
         {"prefill": (1, 8, "normal", 16384), "decode": (1, 8, "low_latency", 32)},
     ),
-    "vllm-two-nodes": Case(("vllm-two-nodes.sh",), {}, {"unified": (2, 16, "low_latency", 2048)}),
+    "vllm-two-nodes": Case(("vllm-two-nodes.sh",), {}, {"unified": (2, 16, "low_latency", 256)}),
     "vllm-dep16": Case(
         ("vllm-dep16-prefill.sh", "vllm-dep16-decode.sh"),
         {},
-        {"prefill": (2, 16, "normal", 2048), "decode": (2, 16, "low_latency", 2048)},
+        {"prefill": (2, 16, "normal", 8192), "decode": (2, 16, "low_latency", 512)},
     ),
     "sglang-lws": Case(
         ("sglang-lws-prefill.yaml", "sglang-lws-decode.yaml"),
@@ -50,6 +50,6 @@ CASES = {
         {"prefill": (2, 16, "normal", 16384), "decode": (2, 16, "auto", 128)},
     ),
     "vllm-disaggregatedset": Case(
-        ("vllm-disaggregatedset.yaml",), {}, {"prefill": (2, 16, "auto", 2048), "decode": (2, 16, "low_latency", 256)}
+        ("vllm-disaggregatedset.yaml",), {}, {"prefill": (2, 16, "auto", 8192), "decode": (2, 16, "low_latency", 256)}
     ),
 }
