@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from ep_backend.deployment.batches import batch_limit, chunk
 from ep_backend.deployment.engines import table
 from ep_backend.deployment.schema import Deployment, Role, RoleName
 
@@ -16,6 +17,8 @@ Flags = dict[str, JsonValue]
 
 def engine_flags(deployment: Deployment, name: RoleName, role: Role, version: str | None = None) -> Flags:
     """Flags without dashes; those of a single launch (addresses, its number) are added by who starts it.
+
+    The batch is named even where it is the engine's default: that depends on the GPU, and the buffer is sized by it.
 
     `version`: of the engine; None: the newest that is known here.
     """
@@ -30,6 +33,8 @@ def _vllm(deployment: Deployment, name: RoleName, role: Role) -> Flags:
         "all2all-backend": NAME,
         "data-parallel-size": role.data_parallel,
     }
+    if deployment.topology.device == "cuda":
+        flags["max-num-batched-tokens"] = batch_limit(deployment, name, role)
     if role.ep.overlap == "dbo":
         flags["enable-dbo"] = True
     if name != "unified":
@@ -69,6 +74,8 @@ def _sglang(deployment: Deployment, name: RoleName, role: Role, version: str | N
         flags["enable-two-batch-overlap"] = True
     if role.ep.redundant_experts:
         flags["ep-num-redundant-experts"] = role.ep.redundant_experts
+    if name != "decode":
+        flags["chunked-prefill-size"] = chunk(deployment, role) * role.data_parallel
     if name != "unified":
         flags |= {"disaggregation-mode": name, "disaggregation-transfer-backend": "nixl"}
     return flags

@@ -11,7 +11,7 @@ from ep_backend.plan.planner import estimates
 def rank_settings(deployment: Deployment, name: RoleName, role: Role, agent_host: str, agent_port: int) -> dict[str, Any]:
     """The keys of ep_backend/settings.py; ValueError where the NVLink domains do not divide the ranks."""
     ep = role.ep
-    tokens, group = capacity(deployment, role), group_of(deployment, role)
+    tokens, group = capacity(deployment, name, role), group_of(deployment, role)
     return {
         "deployment": deployment.name,
         "role": name,

@@ -129,7 +129,7 @@ def _of_role(deployment: Deployment, name: RoleName, role: Role) -> Need:
             words |= {"roce"} if kind == "roce" else {"efa"} if kind == "efa" else set()
     buffer = None
     held: tuple[GpuMemory, ...] = ()
-    tokens = capacity(deployment, role)
+    tokens = capacity(deployment, name, role)
     try:
         shape = shape_of(deployment.model)
         buffer = int(buffer_config(deployment, name, role, shape, tokens).size_hint()["total"])

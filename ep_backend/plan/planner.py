@@ -109,7 +109,7 @@ def _context(
     calibration: Calibration,
     links: Links,
 ) -> _Context:
-    group, tokens = group_of(deployment, role), capacity(deployment, role)
+    group, tokens = group_of(deployment, role), capacity(deployment, name, role)
     if role.nodes == 1 and group.nodes > 1:
         links = Links(None, links.nvlink_gbs)
     copies = copies_of(deployment.model.routing, shape, group, role.ep.redundant_experts)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from ep_backend.deployment.batches import batch_limit, eager, tokens_a_sequence
+from ep_backend.deployment.batches import batch_limit, chunk, eager, largest_bucket, tokens_a_sequence
 from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.resolve import buffer_config, limited_as_grouped
@@ -21,8 +21,8 @@ def check_capacity(view: RoleView) -> Iterator[Problem]:
     if capacity is None:
         return
     place = (*view.place, "ep", "max_tokens")
-    batch, each = batch_limit(view.deployment, role), tokens_a_sequence(role)
-    bucket_flag, bucket = largest_bucket(view)
+    batch, each = batch_limit(view.deployment, view.name, role), tokens_a_sequence(role)
+    bucket_flag, bucket = largest_bucket(role)
     flag, sequences = _sequences(view)
     if role.engine == "vllm" and batch > capacity:
         flag_rules = role.arg("max-num-batched-tokens") == batch
@@ -34,12 +34,12 @@ def check_capacity(view: RoleView) -> Iterator[Problem]:
             "and one step may dispatch them all",
             f"set max_tokens to {batch}{fix}",
         )
-    elif role.engine == "sglang" and view.name != "decode" and (chunk := _chunk(view)) > capacity:
+    elif role.engine == "sglang" and view.name != "decode" and (tokens := chunk(view.deployment, role)) > capacity:
         yield problem(
             "EP102",
             place,
-            f"is {capacity}, but chunked-prefill-size over {role.data_parallel} ranks is {chunk} tokens a rank",
-            f"set max_tokens to {chunk}, or chunked-prefill-size to {capacity * role.data_parallel}",
+            f"is {capacity}, but chunked-prefill-size over {role.data_parallel} ranks is {tokens} tokens a rank",
+            f"set max_tokens to {tokens}, or chunked-prefill-size to {capacity * role.data_parallel}",
         )
     elif sequences * each > capacity:
         times = f" of {each} tokens each" if each > 1 else ""
@@ -149,36 +149,11 @@ def check_measurements(deployment: Deployment, views: list[RoleView]) -> Iterato
             yield problem("EP132", ("model", "routing", "kind"), what, "use uniform")
 
 
-def largest_bucket(view: RoleView) -> tuple[str, int]:
-    """The flag and the tokens of the largest decode batch that is captured; 0 if the file does not say."""
-    role = view.role
-    if role.engine == "sglang":
-        for flag in ("cuda-graph-max-bs-decode", "cuda-graph-bs-decode", "cuda-graph-max-bs", "cuda-graph-bs"):
-            if largest := _largest(role.arg(flag)):
-                return flag, largest * tokens_a_sequence(role)
-        return "", 0
-    compilation = role.arg("compilation-config")
-    nested = compilation if isinstance(compilation, dict) else {}
-    for flag in ("max-cudagraph-capture-size", "cudagraph-capture-sizes"):
-        if largest := _largest(role.arg(flag) or nested.get(flag.replace("-", "_"))):
-            return flag, largest
-    return "", 0
-
-
-def _largest(value: object) -> int:
-    numbers = value if isinstance(value, list) else [value]
-    return max((n for n in numbers if isinstance(n, int) and not isinstance(n, bool)), default=0)
-
-
 def _sequences(view: RoleView) -> tuple[str, int]:
     if view.role.engine == "sglang":
         running = view.role.number("max-running-requests") or 0
         return f"max-running-requests over {view.role.data_parallel} ranks", running // view.role.data_parallel
     return "max-num-seqs", view.role.number("max-num-seqs") or 0
-
-
-def _chunk(view: RoleView) -> int:
-    return (view.role.number("chunked-prefill-size") or 0) // view.role.data_parallel
 
 
 def _faults(kind: str, file: Path, views: list[RoleView]) -> Iterator[str]:

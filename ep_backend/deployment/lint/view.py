@@ -34,7 +34,7 @@ class RoleView:
 
     @property
     def capacity(self) -> int:
-        return capacity(self.deployment, self.role)
+        return capacity(self.deployment, self.name, self.role)
 
     def flag_place(self, *flags: str) -> Place:
         """Where the first of these flags stands under args, as the file spells it."""

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ep_backend.deployment.batches import batch_limit, tokens_a_sequence
+from ep_backend.deployment.batches import batch_limit, largest_bucket
 from ep_backend.deployment.engines import table
 from ep_backend.deployment.lint import lint
-from ep_backend.deployment.lint.capacity import largest_bucket
 from ep_backend.deployment.lint.view import RoleView, views
 from ep_backend.deployment.load import read as read_file
 from ep_backend.deployment.migrate import manifest
@@ -217,16 +216,11 @@ def _capacities(document: dict[str, Any]) -> list[Note]:
 
 
 def _need(view: RoleView) -> int:
-    role, each = view.role, tokens_a_sequence(view.role)
-    _, bucket = largest_bucket(view)
-    if role.engine == "sglang":
-        sequences = (role.number("max-running-requests") or 0) // role.data_parallel
-    else:
-        sequences = role.number("max-num-seqs") or 0
-    in_decode = max(sequences * each, bucket)
-    if role.engine == "sglang" and view.name == "decode":
-        return in_decode or DEEPEP_TOKENS
-    return max(batch_limit(view.deployment, role), in_decode)
+    """What the role's limits admit; DeepEP's own number where no flag of an SGLang decode role bounds it."""
+    bounded = view.role.number("max-running-requests") or largest_bucket(view.role)[1]
+    if view.role.engine == "sglang" and view.name == "decode" and not bounded:
+        return DEEPEP_TOKENS
+    return max(batch_limit(view.deployment, view.name, view.role), largest_bucket(view.role)[1])
 
 
 def as_rows(notes: Sequence[Note]) -> list[Mapping[str, str]]:
