@@ -1,93 +1,170 @@
-"""`ep-backend bench`: starts the ranks, prints one JSON line a case and a table at the end."""
+"""`ep-backend bench`: starts the ranks, prints a line a case and a table with targets at the end."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from ep_backend.bench.suites import SUITES
+from ep_backend.bench import results
+from ep_backend.bench.suites import SUITES, Case
+
+SILENCE_S = 90.0  # longest that one case may take
+GRACE_S = 30.0  # for the case under way when the time is up
+STARTS = 6  # of the ranks, after cases that ended them
 
 app = typer.Typer(add_completion=False)
-console = Console(stderr=True)
+console = Console(stderr=True, soft_wrap=True, width=None if sys.stderr.isatty() else 150)
 
 
 @app.callback(invoke_without_command=True)
 def bench(
+    context: typer.Context,
     ranks: Annotated[int, typer.Option(help="processes, one a GPU (more than GPUs: they share)")] = 0,
     suite: Annotated[str, typer.Option(help="cases: " + ", ".join(SUITES))] = "all",
+    only: Annotated[str, typer.Option(help="names of the suite's cases, with commas between")] = "",
     fabric: Annotated[str, typer.Option(help="nvshmem or host")] = "nvshmem",
-    rounds: Annotated[int, typer.Option(help="timed rounds a case")] = 200,
+    rounds: Annotated[int, typer.Option(help="timed rounds a case", min=1)] = 200,
+    sms: Annotated[int | None, typer.Option(help="most SMs of a kernel; default: the mode's own choice", min=1)] = None,
+    seconds: Annotated[float, typer.Option(help="begin no case later; the most telling come first", min=1)] = 500.0,
+    profile: Annotated[bool, typer.Option("--profile", help="also time each kernel; that disturbs later cases")] = False,
+    commit: Annotated[str, typer.Option(help="of this code, where there is no git to ask")] = "",
     output: Annotated[Path | None, typer.Option(help="append the JSON lines to this file")] = None,
     plot: Annotated[Path | None, typer.Option(help="write a bar chart of the medians (needs matplotlib)")] = None,
 ) -> None:
-    """Time dispatch and combine from all inputs ready to all outputs ready, and check the results on the timed buffers."""
+    """Time dispatch and combine from all inputs ready to all outputs ready, and check the results on the timed buffers.
+
+    A case that fails is a line with its error; exit status 1 says that there is one.
+    """
+    if context.invoked_subcommand is not None:
+        return
     if suite not in SUITES:
         raise typer.BadParameter(f"{suite!r} is none of {', '.join(SUITES)}", param_hint="--suite")
-    lines = run(ranks or _gpus() or 2, {"fabric": fabric, "suite": suite, "rounds": rounds})
-    if output is not None:
-        with output.open("a") as f:
-            f.writelines(json.dumps(line) + "\n" for line in lines)
-    console.print(table(lines))
+    ranks = ranks or _gpus() or 2
+    cases = _chosen(suite, only, ranks, sms)
+    given = sys.argv[1:]
+    facts = {
+        "commit": commit or _commit(),
+        "command": shlex.join(["ep-backend", "bench", *(given[1:] if given[:1] == ["bench"] else given)]),
+    }
+    options = {"fabric": fabric, "rounds": rounds, "profile": profile, "facts": facts}
+    lines = run(ranks, options, cases, seconds, output)
+    console.print(results.table([[line] for line in lines]))
+    for line in lines:
+        if "error" in line:
+            console.print(f"{line['name']}: {line['error']}", markup=False, highlight=False)
+    if left := [c.name for c in cases if c.name not in {line["name"] for line in lines}]:
+        console.print(f"no time was left for {', '.join(left)}")
     if plot is not None:
-        draw(lines, plot)
+        results.draw(lines, plot)
+    if any("error" in line for line in lines):
+        raise typer.Exit(1)
 
 
-def run(ranks: int, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Start the ranks with torchrun; their JSON lines, which also go to standard output."""
+@app.command("table")
+def several_starts(
+    files: Annotated[list[Path], typer.Argument(help="files of JSON lines, one or more starts in each", show_default=False)],
+    markdown: Annotated[Path | None, typer.Option(help="write the table there in Markdown")] = None,
+) -> None:
+    """Merge process starts into one table: the median of the medians, their range, target and verdict."""
+    groups = results.merge([json.loads(text) for file in files for text in file.read_text(encoding="utf-8").splitlines()])
+    console.print(results.table(groups))
+    if markdown is not None:
+        markdown.write_text(results.markdown(groups), encoding="utf-8")
+
+
+def run(
+    ranks: int, options: dict[str, Any], cases: list[Case], seconds: float, output: Path | None = None
+) -> list[dict[str, Any]]:
+    """Start the ranks with torchrun, and again without the case that ended them; every line, as it comes also to ``output``."""
+    lines: list[dict[str, Any]] = []
+    deadline = time.time() + seconds
+    with tempfile.TemporaryDirectory() as folder:
+        for start in range(STARTS):
+            done = {line["name"] for line in lines}
+            left = [c for c in cases if c.name not in done]
+            if not left or time.time() > deadline:
+                break
+            file, log = Path(folder, f"{start}.jsonl"), Path(folder, f"{start}.log")
+            asked = {**options, "cases": [c.as_dict() for c in left], "deadline": deadline, "results": str(file)}
+            ended = _start(ranks, asked, file, log, lines, output)
+            if ended is None:
+                break
+            if len(lines) == len(done):  # they ended without a word on the case
+                text = f"{ended}: {log.read_text(errors='replace')[-1500:]}"
+                _keep({**left[0].as_dict(), "ranks": ranks, "error": text, **options["facts"]}, lines, output)
+    return lines
+
+
+def _start(
+    ranks: int, options: dict[str, Any], file: Path, log: Path, lines: list[dict[str, Any]], output: Path | None
+) -> str | None:
+    """One start. None if the ranks went through their cases or ran out of time, else how they ended."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
         *("-m", "ep_backend.bench.worker", json.dumps(options)),
     ]
-    lines = []
-    env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
-        assert process.stdout is not None
-        for text in process.stdout:
-            if text.startswith("{"):
-                lines.append(json.loads(text))
-                sys.stdout.write(text)
-                sys.stdout.flush()
-            else:
-                sys.stderr.write(text)
-    if process.returncode != 0:
-        raise typer.Exit(process.returncode)
-    return lines
+    env = {"OMP_NUM_THREADS": "1", **os.environ}
+    file.touch()
+    with log.open("wb") as said, file.open() as found:
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        try:
+            heard = time.time()
+            while (ended := process.poll()) is None and time.time() < min(heard + SILENCE_S, options["deadline"] + GRACE_S):
+                time.sleep(0.1)
+                if text := found.read():
+                    heard = time.time()
+                    for one in text.splitlines():
+                        _keep(json.loads(one), lines, output)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for one in found.read().splitlines():
+            _keep(json.loads(one), lines, output)
+    if ended is None:
+        return None if time.time() > options["deadline"] else f"no result within {SILENCE_S:g} s"
+    return f"the ranks ended with status {ended}" if ended else None
 
 
-def table(lines: list[dict[str, Any]]) -> Table:
-    """Medians and tails in microseconds, remote GB/s and the ceiling of the same run."""
-    result = Table("case", "ranks", "dispatch p50", "p99", "GB/s", "combine p50", "p99", "GB/s", "ceiling")
-    for line in lines:
-        cells = [f"{line[op][key]:g}" for op in ("dispatch", "combine") for key in ("p50_us", "p99_us", "remote_gb_s")]
-        result.add_row(line["name"], str(line["ranks"]), *cells, f"{line.get('ceiling_gb_s') or 0:g}")
-    return result
+def _keep(line: dict[str, Any], lines: list[dict[str, Any]], output: Path | None) -> None:
+    lines.append(line)
+    if output is not None:
+        with output.open("a") as f:
+            f.write(json.dumps(line) + "\n")
+    else:
+        print(json.dumps(line), flush=True)
 
 
-def draw(lines: list[dict[str, Any]], path: Path) -> None:
-    """Medians by case."""
-    import matplotlib
+def _chosen(suite: str, only: str, ranks: int, sms: int | None) -> list[Case]:
+    names = {c.name for c in SUITES[suite]}
+    wanted = set(only.split(",")) if only else names
+    if wrong := wanted - names:
+        raise typer.BadParameter(f"{', '.join(sorted(wrong))}: none of {', '.join(sorted(names))}", param_hint="--only")
+    cases = [replace(c, sms=sms) for c in SUITES[suite] if c.name in wanted and c.runs_on(ranks)]
+    if not cases:
+        raise typer.BadParameter(f"none of these cases runs on {ranks} ranks", param_hint="--only")
+    return cases
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(lines) + 1.5))
-    places = range(len(lines))
-    for shift, op in ((-0.2, "dispatch"), (0.2, "combine")):
-        axes.barh([p + shift for p in places], [line[op]["p50_us"] for line in lines], 0.4, label=op)
-    axes.set_yticks(list(places), [line["name"] for line in lines])
-    axes.set_xlabel("median of the slowest rank, microseconds")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _gpus() -> int:

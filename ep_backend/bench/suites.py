@@ -1,8 +1,10 @@
-"""What is measured: workloads as data."""
+"""What is measured: workloads as data, the most telling first."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+
+from ep_backend.modes import Layout, Mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,28 +14,80 @@ class Case:
     name: str
     mode: str
     layout: str
-    tokens: int
+    tokens: int  # of each rank
     fp8: bool = True
     graph: bool = True  # replay of a captured graph; else launched by the host each round
     host_counts: bool = False
     sms: int | None = None
-    routing: str = "uniform"
+    routing: str = "uniform"  # a kind of ep_backend.routing
+    nodes: int = 1  # virtual ones, of equal size
     hidden: int = 7168
     experts: int = 256
     top_k: int = 8
+
+    @property
+    def capacity(self) -> int:
+        """max_tokens of the buffer: a decode role's usual 128 also for smaller batches."""
+        return max(self.tokens, 128) if self.layout == Layout.MASKED.value else self.tokens
+
+    @property
+    def two_hops(self) -> bool:
+        return Mode(self.mode).spec.two_hops and self.nodes > 1
+
+    def runs_on(self, ranks: int) -> bool:
+        """Virtual nodes prove both hops only where each has two ranks or more."""
+        return self.experts % ranks == 0 and (self.nodes == 1 or (ranks % self.nodes == 0 and ranks // self.nodes > 1))
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
 
-DECODE = [Case(f"decode-{t}", "low_latency", "masked", t) for t in (1, 8, 64, 128)]
-PREFILL = [Case(f"prefill-{t}", "direct", "compact", t) for t in (1024, 4096, 8192)]
-EAGER = [
-    Case("decode-128-eager", "low_latency", "masked", 128, graph=False),
-    Case("prefill-4096-eager", "direct", "compact", 4096, graph=False, host_counts=True),
+def _decode(tokens: int) -> Case:
+    return Case(f"decode-{tokens}", "low_latency", "masked", tokens)
+
+
+def _prefill(tokens: int) -> Case:
+    return Case(f"prefill-{tokens}", "direct", "compact", tokens)
+
+
+def _normal(tokens: int, nodes: int = 1) -> Case:
+    name = f"normal-{tokens}" if nodes == 1 else f"normal-{tokens}-{nodes}-nodes"
+    return Case(name, "normal", "compact", tokens, graph=False, host_counts=True, nodes=nodes)
+
+
+def _hybrid(base: Case) -> Case:
+    return replace(base, name=f"hybrid-{base.name}", mode="hybrid", nodes=2)
+
+
+def _skewed(*cases: Case) -> list[Case]:
+    return [replace(c, name=f"{c.name}-{routing}", routing=routing) for c in cases for routing in ("zipf", "hot_rank")]
+
+
+def _eager(case: Case) -> Case:
+    waits = case.layout == Layout.COMPACT.value
+    return replace(case, name=f"{case.name}-eager", graph=False, host_counts=waits)
+
+
+DECODE = [_decode(t) for t in (128, 1, 8, 32, 512)]
+PREFILL = [_prefill(t) for t in (4096, 8192)]
+TWO_HOPS = [_hybrid(_decode(128)), _hybrid(_prefill(4096)), _normal(4096, 2)]
+ALL = [
+    *(_decode(128), _prefill(4096), _decode(1), _normal(4096), *TWO_HOPS, *DECODE[2:], _prefill(8192)),
+    *_skewed(_decode(128), _prefill(4096)),
+    *(_hybrid(_decode(t)) for t in (1, 8, 32, 512)),
+    *(_eager(_decode(128)), _eager(_prefill(4096)), _normal(8192), _hybrid(_prefill(8192)), _normal(8192, 2)),
+    *_skewed(_hybrid(_decode(128)), _normal(4096), _hybrid(_prefill(4096)), _normal(4096, 2)),
 ]
 TINY = [
-    Case("tiny-decode", "low_latency", "masked", 8, fp8=False, graph=False, hidden=256, experts=8, top_k=2),
-    Case("tiny-prefill", "direct", "compact", 64, graph=False, hidden=256, experts=8, top_k=2, host_counts=True),
+    replace(
+        case,
+        name=f"tiny-{case.name}",
+        tokens=8 if case.layout == Layout.MASKED.value else 64,
+        graph=False,
+        hidden=1024,
+        experts=8,
+        top_k=2,
+    )
+    for case in (_decode(128), _prefill(4096), _normal(4096), *TWO_HOPS, *_skewed(_decode(128)))
 ]  # for a laptop
-SUITES = {"tiny": TINY, "decode": DECODE, "prefill": PREFILL, "eager": EAGER, "all": [*DECODE, *PREFILL, *EAGER]}
+SUITES = {"tiny": TINY, "decode": DECODE, "prefill": PREFILL, "two-hops": TWO_HOPS, "all": ALL}

@@ -141,6 +141,8 @@ def recalibrated(base: Calibration, bench: Path) -> Calibration:
         try:
             row = BenchRow.model_validate_json(text)
         except ValidationError as error:
+            if _failed(text):
+                continue
             raise ValueError(f"{bench}:{number}: no row of a bench: {_reasons(error)}") from None
         for op, time in zip(OPS, (row.dispatch, row.combine), strict=True):
             size = time.remote_bytes if row.nodes == 1 else time.scale_out_bytes
@@ -154,6 +156,15 @@ def recalibrated(base: Calibration, bench: Path) -> Calibration:
     kept = [line for line in base.lines if (line.mode, line.op, line.nodes) not in replaced]
     title = f"{base.title}; recalibrated from {bench.name}"
     return base.model_copy(update={"title": title, "records": "ep-backend", "lines": [*kept, *fitted]})
+
+
+def _failed(text: str) -> bool:
+    """Is it the line of a case that failed?"""
+    try:
+        row = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(row, dict) and "error" in row
 
 
 def _line(key: tuple[Mode, Op, int], points: Sequence[tuple[float, float]], bench: Path) -> Line:

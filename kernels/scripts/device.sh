@@ -11,6 +11,7 @@ if [ -n "${1:-}" ]; then
   timeout ${TEST_S:-240} python3 -m pytest -q -p no:cacheprovider tests/core tests/kernels -m gpu --timeout 60 -k "$1" 2>&1 | tail -${TAIL:-40}
 fi
 if [ -n "${2:-}" ]; then
-  timeout ${BENCH_S:-200} python3 -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m ep_backend.bench.worker \
-    "{\"fabric\": \"nvshmem\", \"suite\": \"$2\", \"rounds\": ${ROUNDS:-200}}" 2>&1 | tail -${TAIL:-40}
+  # --commit: a copied working tree has no git; BENCH_ARGS: further options, such as --profile
+  python3 -m ep_backend.bench.cli --suite "$2" --rounds "${ROUNDS:-200}" --seconds "${BENCH_S:-200}" \
+    --commit "${COMMIT:-}" --output "${OUT:-.}/bench.jsonl" ${BENCH_ARGS:-}
 fi

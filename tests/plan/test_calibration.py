@@ -49,7 +49,8 @@ def row(tokens: int, **keys: object) -> dict[str, object]:
 
 def test_a_bench_replaces_the_lines_it_measured(tmp_path: Path) -> None:
     base = calibrations()["link-rate"]
-    found = recalibrated(base, bench(tmp_path, *(row(tokens) for tokens in (1, 8, 64, 128))))
+    failed = {"mode": "direct", "ranks": 4, "error": "rank 1: it did not go on"}
+    found = recalibrated(base, bench(tmp_path, failed, *(row(tokens) for tokens in (1, 8, 64, 128))))
     dispatch, combine = (found.line(Mode.LOW_LATENCY, op, 1) for op in ("dispatch", "combine"))
     assert (dispatch.fixed_us, dispatch.nvlink_gbs) == (pytest.approx(8, abs=0.01), pytest.approx(345, rel=1e-3))
     assert (combine.fixed_us, combine.nvlink_gbs) == (pytest.approx(9, abs=0.01), pytest.approx(300, rel=1e-3))
