@@ -16,6 +16,34 @@ class EngineArgs:
         group.add_argument("--quantization", "-q", **kwargs["quantization"])
         group.add_argument("--port", type=int)
         group.add_argument("--log-stats", action=argparse.BooleanOptionalAction)
+        scheduler_kwargs = get_kwargs(SchedulerConfig)
+        group.add_argument("--max-batched", **{**scheduler_kwargs["max_batched"], "default": None})
+        for_each("--policy", **scheduler_kwargs["policy"])
+        group.add_argument("--policy", **scheduler_kwargs["policy"])
+        group.add_argument("--async", **scheduler_kwargs["async_"])
+        group.add_argument("--sizes", **scheduler_kwargs["sizes"])
+        group.add_argument("--share", **scheduler_kwargs["share"])
+        group.add_argument("--dtype", **scheduler_kwargs["dtype"])
+        group.add_argument("--open", **scheduler_kwargs["open_"])
+        scheduler_kwargs["parsed"]["type"] = json.loads
+        group.add_argument("--parsed", **scheduler_kwargs["parsed"])
+        group.add_argument("--elsewhere", **scheduler_kwargs["elsewhere"])
+def get_kwargs(cls):
+    human_readable_int_args = {"max_batched"}
+""",
+    "vllm/config/scheduler.py": """
+RunnerType = Literal["generate", "draft"]
+Policy = Literal["fcfs", RunnerType]
+class SchedulerConfig:
+    max_batched: int = 1
+    policy: Policy | None = None
+    async_: bool | None = None
+    sizes: list[int] | None = None
+    share: float | int = 0.5
+    dtype: Policy | torch.dtype = "fcfs"
+    open_: Policy | str = "fcfs"
+    parsed: int = 0
+    elsewhere: SomeConfig | None = None
 """,
     "vllm/entrypoints/common/cli_args.py": """
 class BaseFrontendArgs:
@@ -47,7 +75,12 @@ class MoE:
     plain: int = 1
     simple_one: A[bool, "help"] = False
     two_way: A[bool, Arg(help="h", action=argparse.BooleanOptionalAction)] = False
+    context: A[Optional[int], Arg(type_parser=human_readable_int)] = None
+    sizes: A[Optional[List[int]], "help"] = None
+    rows: A[Optional[str], Arg(choices=ROWS + ["more"])] = None
+    config_json: A[Optional[str], Arg(type_parser=json.loads)] = None
 """,
+    "sglang/srt/arg_groups/choices.py": 'ROWS = ["few"]\n',
     "sglang/srt/environ.py": """
 class Envs:
     SGLANG_X = EnvInt(1)
@@ -69,26 +102,46 @@ def wheel(folder: Path, name: str, files: dict[str, str | bytes]) -> Path:
 def test_vllm(tmp_path: Path) -> None:
     table = extract.from_wheel(wheel(tmp_path, "vllm-9.9.0-cp38-abi3-linux_x86_64.whl", VLLM))
     assert (table.name, table.version, table.torch) == ("vllm", "9.9.0", "2.14.0")
-    spelt = {"max-num-seqs", "quantization", "port", "log-stats", "headless", "chat-template"}
-    assert {flag for flag in table.flags if not flag.startswith("no-")} == spelt
-    assert "no-log-stats" in table.flags
-    assert "no-port" not in table.flags
+    assert {flag: takes for flag, takes in table.flags.items() if not flag.startswith("no-")} == {
+        "async": "boolean",
+        "chat-template": "text",
+        "dtype": ["fcfs", "generate", "draft"],
+        "elsewhere": None,
+        "headless": "switch",
+        "log-stats": "boolean",
+        "max-batched": "size",
+        "max-num-seqs": None,
+        "open": None,
+        "parsed": None,
+        "policy": ["fcfs", "generate", "draft"],
+        "port": "integer",
+        "quantization": None,
+        "share": "integer",
+        "sizes": "integers",
+    }
+    assert (table.flags["no-log-stats"], table.flags["no-async"]) == ("switch", "switch")
+    assert not {"no-port", "no-policy", "no-max-batched"} & set(table.flags)
     assert table.env == ["VLLM_A", "VLLM_B"]
 
 
 def test_sglang(tmp_path: Path) -> None:
     table = extract.from_wheel(wheel(tmp_path, "sglang-9.9-cp311-cp311-linux_x86_64.whl", SGLANG))
     assert table.torch == "2.14.1"
-    assert table.flags == [
-        "config",
-        "moe-a2a-backend",
-        "no-two-way",
-        "own-name",
-        "simple-one",
-        "tensor-parallel-size",
-        "tp-size",
-        "two-way",
-    ]
+    assert table.flags == {
+        "config": "text",
+        "config-json": None,
+        "context": "size",
+        "moe-a2a-backend": ["none"],
+        "no-two-way": "switch",
+        "own-name": "integer",
+        "rows": ["few", "more"],
+        "simple-one": "switch",
+        "sizes": "integers",
+        "tensor-parallel-size": "integer",
+        "tp-size": "integer",
+        "two-way": "boolean",
+    }
+    assert list(table.flags) == sorted(table.flags)
     assert table.env == ["SGLANG_X", "SGLANG_Y", "SGL_OLD_Y"]
 
 

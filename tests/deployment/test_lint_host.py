@@ -15,6 +15,8 @@ from ep_backend.deployment.lint.report import RENDER, findings_of
 from ep_backend.deployment.load import read
 from ep_backend.deployment.schema import Deployment
 
+from .parser_values import disagreements
+
 BROKEN = Path(__file__).parent / "broken"
 Document = dict[str, object]
 
@@ -149,12 +151,15 @@ def test_the_installed_engine_parses_the_flags_itself(local: Callable[..., Deplo
 @pytest.mark.engine
 @pytest.mark.slow
 def test_the_table_is_what_the_parser_registers() -> None:
-    """Flags read from the source without importing it, against argparse's own registry."""
+    """Flags and what they take, read from the source without importing it, against argparse's own registry."""
     pytest.importorskip("vllm")
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    real = {name[2:] for name in make_arg_parser(FlexibleArgumentParser())._option_string_actions if name.startswith("--")}
-    known = set(engines.table("vllm", engines.installed("vllm")).flags)
+    parser = make_arg_parser(FlexibleArgumentParser())
+    real = {name[2:] for name in parser._option_string_actions if name.startswith("--")}
+    table = engines.table("vllm", engines.installed("vllm"))
+    assert disagreements(parser, table.flags) == []
+    known = set(table.flags)
     assert real - known == {"help"}
     assert {name for name in known - real if not name.startswith("no-")} == set()

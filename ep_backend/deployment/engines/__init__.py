@@ -12,7 +12,12 @@ from ep_backend.deployment.engines.extract import Table, from_source
 # Versions whose seams the plug-ins know: the first, and the first that they do not know any more.
 SUPPORTED = {"vllm": ("0.26", "0.34"), "sglang": ("0.5.17", "0.5.24")}
 NVSHMEM_BUILT = "3.4.5"
-GLOBS = ("vllm/entrypoints/*/cli_args.py", "sglang/srt/arg_groups/fields/*.py")
+GLOBS = (
+    "vllm/entrypoints/*/cli_args.py",
+    "vllm/config/*.py",
+    "sglang/srt/arg_groups/*.py",
+    "sglang/srt/arg_groups/fields/*.py",
+)
 
 
 @cache

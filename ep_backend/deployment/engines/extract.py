@@ -11,9 +11,12 @@ import ast
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from ep_backend.deployment.engines import values
+from ep_backend.deployment.engines.values import BOOLEAN, SIZE_PARSERS, SWITCH, Declared, Takes
 
 FOLDER = Path(__file__).parent
 SHORTEST_NAME = 4
@@ -22,12 +25,12 @@ Read = Callable[[str], str]
 
 @dataclass(frozen=True)
 class Table:
-    """What one version of an engine or library accepts. Flags are written without their leading dashes."""
+    """What one version of an engine or library accepts. Flags are written without their leading dashes, with what they take."""
 
     name: str
     version: str
     torch: str | None
-    flags: list[str]
+    flags: dict[str, Takes]
     env: list[str]
 
 
@@ -37,7 +40,7 @@ def from_wheel(wheel: Path) -> Table:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         if name.startswith("nvidia_nvshmem"):
-            return Table("nvshmem", version, None, [], sorted(_nvshmem_env(archive)))
+            return Table("nvshmem", version, None, {}, sorted(_nvshmem_env(archive)))
 
         def read(path: str) -> str:
             return archive.read(path).decode("utf-8")
@@ -53,26 +56,46 @@ def from_source(name: str, version: str, names: list[str], read: Read, metadata:
         raise ValueError(f"{name} is none of {', '.join(readers)}, nvidia-nvshmem")
     flags, env = readers[name]
     pin = re.search(r"^Requires-Dist: torch==([\d.]+)", metadata, re.MULTILINE)
-    return Table(name, version, pin.group(1) if pin else None, sorted(flags(names, read)), sorted(env(read)))
+    found = dict(sorted(flags(names, read).items()))
+    return Table(name, version, pin.group(1) if pin else None, found, sorted(env(read)))
 
 
-def _vllm_flags(names: list[str], read: Read) -> set[str]:
+def _vllm_flags(names: list[str], read: Read) -> dict[str, Takes]:
     """Literals of add_argument, and the fields of the front end's dataclasses, which it adds in a loop."""
     front = next(path for path in names if re.fullmatch(r"vllm/entrypoints/\w+/cli_args.py", path))
     trees = [ast.parse(read(path)) for path in ("vllm/engine/arg_utils.py", front)]
-    flags = set[str]()
+    configs = [ast.parse(read(path)) for path in names if re.fullmatch(r"vllm/config/\w+\.py", path)]
+    declared, words = Declared.of([*configs, *trees]), values.in_words(trees[0])
+    classes, changed = values.kwargs_of_classes(trees[0]), values.reworked(trees[0]) | values.reworked(trees[1])
+
+    def of_field(config: str, name: str) -> Takes:
+        annotation = declared.fields.get(config, {}).get(name)
+        if annotation is None or name in changed:
+            return None
+        takes = declared.takes(annotation)
+        return words.get(name, takes) if takes == values.INTEGER else takes
+
+    flags: dict[str, Takes] = {}
     for tree in trees:
         for names_of, call in _add_arguments(tree):
-            flags |= names_of
-            boolean = any(k.arg == "action" and _is_boolean(k.value) for k in call.keywords)
-            # The type is known only when vLLM runs; an unused `no-` spelling hides no mistake worth finding.
-            if boolean or any(k.arg is None for k in call.keywords):
-                flags |= {f"no-{name}" for name in names_of}
+            made_of = values.spread(call)
+            given = of_field(classes[made_of[0]], made_of[1]) if made_of and made_of[0] in classes else None
+            takes = values.of_call(call, declared, given)
+            certain = all(keyword.arg is not None for keyword in call.keywords)
+            for name in names_of:
+                flags |= _with_negation(name, takes, certain=certain)
     for node in ast.walk(trees[1]):
         if isinstance(node, ast.ClassDef) and node.name.endswith("FrontendArgs"):
-            fields = {_dashed(name) for name, _ in _fields(node)}
-            flags |= fields | {f"no-{name}" for name in fields}
+            for name, _ in values.fields_of(node):
+                flags |= _with_negation(_dashed(name), of_field(node.name, name), certain=False)
     return flags
+
+
+def _with_negation(name: str, takes: Takes, *, certain: bool) -> dict[str, Takes]:
+    """The flag, and its `--no-` form if it has one; where that is not certain, an unused spelling hides no mistake."""
+    if takes == BOOLEAN:
+        return {name: takes, f"no-{name}": SWITCH}
+    return {name: takes} if certain or takes is not None else {name: None, f"no-{name}": None}
 
 
 def _vllm_env(read: Read) -> set[str]:
@@ -85,23 +108,27 @@ def _vllm_env(read: Read) -> set[str]:
     raise ValueError("vllm/envs.py has no table environment_variables")
 
 
-def _sglang_flags(names: list[str], read: Read) -> set[str]:
+def _sglang_flags(names: list[str], read: Read) -> dict[str, Takes]:
     """Annotated fields `name: A[type, Arg(...)]` of the argument classes, and literals of add_argument."""
-    folder = "sglang/srt/arg_groups/fields/"
-    flags = set[str]()
-    for path in ["sglang/srt/server_args.py", *(n for n in names if n.startswith(folder) and n.endswith(".py"))]:
-        tree = ast.parse(read(path))
-        flags |= {name for found, _ in _add_arguments(tree) for name in found}
+    folder = "sglang/srt/arg_groups/"
+    others = [path for path in names if re.fullmatch(rf"{folder}(fields/\w+|choices)\.py", path)]
+    trees = [ast.parse(read(path)) for path in ["sglang/srt/server_args.py", *others]]
+    declared = Declared.of(trees)
+    flags: dict[str, Takes] = {}
+    for tree in trees:
+        for names_of, call in _add_arguments(tree):
+            for name in names_of:
+                flags |= _with_negation(name, values.of_call(call, declared), certain=True)
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                for name, annotation in _fields(node):
-                    flags |= _sglang_field(name, annotation)
+                for name, annotation in values.fields_of(node):
+                    flags |= _sglang_field(name, annotation, declared)
     return flags
 
 
-def _sglang_field(name: str, annotation: ast.expr) -> set[str]:
+def _sglang_field(name: str, annotation: ast.expr, declared: Declared) -> dict[str, Takes]:
     if not (isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in ("A", "Annotated")):
-        return set()
+        return {}
     keywords = {
         keyword.arg: keyword.value
         for call in ast.walk(annotation.slice)
@@ -109,10 +136,28 @@ def _sglang_field(name: str, annotation: ast.expr) -> set[str]:
         for keyword in call.keywords
     }
     if "no_cli" in keywords:
-        return set()
+        return {}
     named = _strings(keywords.get("cli_name")) or {_dashed(name)}
-    flags = {spelling.lstrip("-") for spelling in named | _strings(keywords.get("aliases"))}
-    return flags | {f"no-{flag}" for flag in flags} if _is_boolean(keywords.get("action")) else flags
+    of_type = annotation.slice.elts[0] if isinstance(annotation.slice, ast.Tuple) else annotation.slice
+    takes = _sglang_takes(of_type, keywords, declared)
+    flags: dict[str, Takes] = {}
+    for spelling in named | _strings(keywords.get("aliases")):
+        flags |= _with_negation(spelling.lstrip("-"), takes, certain=True)
+    return flags
+
+
+def _sglang_takes(of_type: ast.expr, keywords: Mapping[str | None, ast.expr], declared: Declared) -> Takes:
+    """SGLang's add_cli_args_from_dataclass: a plain bool is a switch, and its own parsers and choices come first."""
+    if "action" in keywords:
+        return values.of_action(keywords["action"])
+    if "type_parser" in keywords:
+        return SIZE_PARSERS.get(ast.unparse(keywords["type_parser"]))
+    takes = declared.takes(of_type)
+    if takes == BOOLEAN:
+        return SWITCH
+    if "nargs" in keywords:
+        return None
+    return declared.words(keywords["choices"]) if "choices" in keywords else takes
 
 
 def _sglang_env(read: Read) -> set[str]:
@@ -142,17 +187,6 @@ def _add_arguments(tree: ast.AST) -> Iterator[tuple[set[str], ast.Call]]:
             names = {arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)}
             if long := {name.removeprefix("--") for name in names if name.startswith("--")}:
                 yield long, node
-
-
-def _fields(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
-    for field in node.body:
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            yield field.target.id, field.annotation
-
-
-def _is_boolean(action: ast.expr | None) -> bool:
-    """Is it argparse's action with a `--no-` form?"""
-    return action is not None and "BooleanOptionalAction" in ast.dump(action)
 
 
 def _strings(node: ast.expr | None) -> set[str]:

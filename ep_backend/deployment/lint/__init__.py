@@ -39,6 +39,11 @@ def lint(deployment: Deployment) -> list[Problem]:
 
 
 def _of_the_file(deployment: Deployment, roles: list[RoleView]) -> Iterator[Problem]:
+    wrong = {view.name: list(engine.check_values(view)) for view in roles}
+    for problems in wrong.values():
+        yield from problems
+    # What the engine refuses says nothing of the numbers that it stands for.
+    roles = [view for view in roles if not wrong[view.name]]
     yield from ranks.check_roles(deployment)
     yield from ranks.check_model(deployment)
     yield from ranks.check_machines(deployment, roles)

@@ -7,8 +7,11 @@ from pydantic import JsonValue
 
 from ep_backend.deployment.engines import NVSHMEM_BUILT, SUPPORTED, installed, number, replaced, table
 from ep_backend.deployment.engines.extract import Table
+from ep_backend.deployment.engines.values import SWITCH, TEXT
+from ep_backend.deployment.lint.values import refused
 from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
+from ep_backend.deployment.spelling import in_yaml
 from ep_backend.errors import did_you_mean
 
 # Flags that this file's own keys decide.
@@ -62,6 +65,22 @@ def check_owned(view: RoleView) -> Iterator[Problem]:
             yield problem("EP305", (*view.place, "env", key), "`up` sets that variable itself", "remove it here")
 
 
+def check_values(view: RoleView) -> Iterator[Problem]:
+    """Values that the flag's own parser refuses. Choices only of the very version: others may have more or fewer."""
+    known, version = table(view.role.engine, engine_version(view)), engine_version(view)
+    for key, value in view.role.args.items():
+        flag = _flag(key)
+        takes = None if "." in key else known.flags.get(flag)
+        if flag in OWNED_FLAGS or flag not in known.flags or _value_gone(known, flag, value):
+            continue
+        if isinstance(takes, list) and version not in (None, known.version):
+            takes = TEXT
+        if fault := refused(takes, value):
+            kind, fix = fault
+            what = f"is {in_yaml(value)}, but {_name(known)} takes {kind}"
+            yield problem("EP309", (*view.place, "args", key), what, fix)
+
+
 def check_flags(view: RoleView) -> Iterator[Problem]:
     engine = view.role.engine
     known, old = table(engine, engine_version(view)), replaced(engine)["flags"]
@@ -69,11 +88,11 @@ def check_flags(view: RoleView) -> Iterator[Problem]:
     for key, value in view.role.args.items():
         flag, place = _flag(key), (*view.place, "args", key)
         if flag in OWNED_FLAGS or flag in flags:
-            if value is False and flag in flags and f"no-{flag}" not in flags:
+            if value is False and known.flags.get(flag) in (SWITCH, None) and flag in flags and f"no-{flag}" not in flags:
                 what = f"is false, and {_name(known)} has no --no-{flag}"
                 yield problem("EP308", place, what, "leave it out: it is off unless it is given")
             if gone := _value_gone(known, flag, value):
-                yield problem("EP302", place, f"is {value}, which is gone from {_name(known)}", f"write {gone}")
+                yield problem("EP302", place, f"is {in_yaml(value)}, which is gone from {_name(known)}", f"write {gone}")
             continue
         longer = sorted(name for name in flags if name.startswith(flag))
         if flag in old:

@@ -1,12 +1,16 @@
 """Rendered commands, read by SGLang's own parser with the plug-in loaded."""
 
+import argparse
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from ep_backend.deployment import engines
+
 from ..migrate.cases import CASES
+from ..parser_values import disagreements
 from .conftest import GOLDEN, Launcher
 from .parsers import SGLANG, parsed
 
@@ -14,6 +18,16 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is in an environment of its own: ./ep test sglang"),
 ]
+
+
+def test_what_the_table_says_of_values_is_what_the_parser_does() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    table = engines.table("sglang", engines.installed("sglang"))
+    assert disagreements(parser, table.flags) == []
+    assert set(table.flags) <= {name[2:] for name in parser._option_string_actions}
 
 
 def test_every_command(launcher: Launcher, rendered: Callable[..., Path]) -> None:

@@ -1,0 +1,26 @@
+"""Values in messages, as a deployment file spells them."""
+
+import io
+import json
+from collections.abc import Sequence
+
+from ruamel.yaml import YAML
+
+LONGEST = 80
+
+
+def in_yaml(value: object) -> str:
+    """A value on one line; the end of a long one is left out."""
+    plain = json.loads(json.dumps(value, default=str, skipkeys=True))
+    yaml, out = YAML(typ="safe", pure=True), io.StringIO()
+    yaml.default_flow_style, yaml.width, yaml.allow_unicode = True, 1 << 16, True
+    yaml.dump(plain, out)
+    text = out.getvalue().removesuffix("...\n").rstrip("\n")
+    if "\n" in text:
+        text = json.dumps(plain, ensure_ascii=False)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def one_of(words: Sequence[str]) -> str:
+    """Words to choose from: a, b or c."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
