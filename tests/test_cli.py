@@ -1,14 +1,20 @@
 """The command line starts quickly and imports nothing heavy."""
 
 import json
+import os
+import shlex
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from ep_backend.modes import Mode
 from ep_backend.policy import POLICY
+
+EP128 = str(Path(__file__).parents[1] / "deploy" / "deepseek-v3-h800-ep128.yaml")
 
 
 def test_importing_and_helping_need_no_torch() -> None:
@@ -52,3 +58,39 @@ def test_modes_prints_the_tables_that_the_code_uses() -> None:
     assert list(tables["modes"]) == [mode.value for mode in Mode]
     assert [row["mode"] for row in tables["policy"]] == [row.mode.value for row in POLICY]
     assert all(mode.value in run() for mode in Mode)
+
+
+PRINTING = [
+    ["plan", EP128],
+    ["plan", EP128, "--json"],
+    ["lint", EP128],
+    ["explain"],
+    ["schema"],
+    ["modes"],
+    ["--help"],
+    ["plan", "--help"],
+]
+
+
+@pytest.mark.parametrize("command", PRINTING, ids=lambda command: "-".join(Path(word).name for word in command))
+def test_a_reader_that_is_gone_ends_it_quietly(command: list[str]) -> None:
+    """As `| head` does: the status is SIGPIPE's, as of other programs."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "ep_backend", *command], stdout=write, stderr=subprocess.PIPE, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
+
+
+@pytest.mark.parametrize("command", PRINTING, ids=lambda command: "-".join(Path(word).name for word in command))
+def test_a_full_disk_is_one_line(command: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-m", "ep_backend", *command], stdout=full, stderr=subprocess.PIPE, timeout=60)
+    said = b"ep-backend: the output cannot be written: No space left on device; free space, or send it elsewhere\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_a_closed_output_is_no_error() -> None:
+    command = f"{shlex.quote(sys.executable)} -m ep_backend explain EP101 >&-"
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")

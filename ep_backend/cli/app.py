@@ -8,6 +8,7 @@ import typer
 
 from ep_backend.bench import cli as bench
 from ep_backend.cli import doctor, modes, planning, rendering
+from ep_backend.cli.output import guarded_output
 
 app = typer.Typer(
     help="Expert-parallel all-to-all for vLLM and SGLang: deployments, checks and a demo that needs no GPU.",
@@ -27,7 +28,8 @@ app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
-    app()
+    with guarded_output():
+        app()
 
 
 def fail(error: Exception) -> typer.Exit:
@@ -40,12 +42,17 @@ def checkpoint(
     out: Annotated[Path, typer.Argument(help="the folder to write", show_default=False)],
     seed: Annotated[int, typer.Option(help="the same seed writes the same bytes", min=0)] = 0,
     model: Annotated[
-        Literal["deepseek-v3", "qwen3-moe"], typer.Option(help="SGLang on a CPU serves the second")
+        Literal["deepseek-v3", "qwen3-moe", "deepseek-v3-100m", "deepseek-v3-shape", "deepseek-v3-shape-fp8"],
+        typer.Option(help="qwen3-moe: for SGLang on a CPU; 100m: for GPUs; shapes have no weights: --load-format dummy"),
     ] = "deepseek-v3",
 ) -> None:
     """Write a small random checkpoint with tokenizer and chat template."""
-    from ep_backend.checkpoint import write_checkpoint
+    from ep_backend.checkpoint import write_checkpoint, write_shape
 
+    if model == "deepseek-v3-shape" or model == "deepseek-v3-shape-fp8":
+        write_shape(out, model)
+        print(f"{out}: {model}, without weights")
+        return
     parameters = write_checkpoint(out, seed, model)
     print(f"{out}: {model}, {parameters / 1e6:.2f} M parameters, seed {seed}")
 
