@@ -24,7 +24,7 @@ class OutputLost(BaseException):
 
 
 class _Descriptor(io.FileIO):
-    def write(self, data: Buffer, /) -> int:  # type: ignore[override]
+    def write(self, data: Buffer, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
