@@ -44,9 +44,10 @@ def render(
     except OSError as error:
         raise _fail(_unwritable(out, error)) from None
     for name in rendered.files:
-        print(out / name)
-    if rendered.warnings:
-        print(f"{len(rendered.warnings)} warning(s): `ep-backend lint {file}` explains them", file=sys.stderr)
+        print(out / name, flush=True)
+    for warning in rendered.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(rendered.listens, file=sys.stderr)
 
 
 class RoleName(str, Enum):

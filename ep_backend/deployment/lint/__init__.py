@@ -49,6 +49,7 @@ def _of_the_file(deployment: Deployment, roles: list[RoleView]) -> Iterator[Prob
     yield from ranks.check_machines(deployment, roles)
     yield from capacity.check_measurements(deployment, roles)
     yield from hosts.check_target(deployment, roles)
+    yield from hosts.check_router(deployment)
     yield from hosts.check_control(deployment, roles)
     yield from hosts.check_agreement(deployment, roles)
     for view in roles:

@@ -8,12 +8,14 @@ from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.resolve import buffer_config
 from ep_backend.deployment.schema import Deployment, Pod
 from ep_backend.plan.model import GIB
+from ep_backend.serving import is_loopback
 
 LEAST_SHM = 16 * GIB
 SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")
 GID = "NVSHMEM_IB_GID_INDEX"
 # Flags that both roles must have alike, with the engines' defaults.
 AGREED = (("EP501", "kv-cache-dtype", "auto"), ("EP502", "block-size", None), ("EP502", "page-size", 1))
+EVERY_ADDRESS = ("0.0.0.0", "::")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 KUBERNETES = ("lws", "disaggregatedset")
 LOCAL_BROADCAST = "enable-dp-attention-local-control-broadcast"
@@ -43,6 +45,25 @@ def check_target(deployment: Deployment, views: list[RoleView]) -> Iterator[Prob
         name, count = max(pod.rdma.items(), key=lambda item: item[1])
         what = f"gives {count} {name} for {per_node} GPUs"
         yield problem("EP403", ("target", "pod", "rdma"), what, f"set {name}: {per_node}")
+
+
+def check_router(deployment: Deployment) -> Iterator[Problem]:
+    """An address that the file names, where clients are on other hosts."""
+    router, target, place = deployment.router, deployment.target, ("router", "host")
+    if "host" not in router.model_fields_set:
+        return
+    if (
+        target.kind in KUBERNETES
+        and router.host not in EVERY_ADDRESS
+        and (is_loopback(router.host) or not target.pod.host_network)
+    ):
+        what = f"is {router.host}, must be {' or '.join(EVERY_ADDRESS)} in a pod, which gets its address when it starts"
+        yield problem("EP411", place, what, "remove it: rendered pods listen on every address")
+        return
+    elsewhere = target.kind == "slurm" or (target.kind == "shell" and deployment.topology.nodes > 1)
+    if elsewhere and is_loopback(router.host):
+        what = f"is {router.host}, which only clients on the router's own host reach"
+        yield problem("EP410", place, what, f"set host: {EVERY_ADDRESS[0]}, or remove it: the scripts then do so")
 
 
 def check_control(deployment: Deployment, views: list[RoleView]) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from ep_backend.deployment.render import kubernetes, slurm
 from ep_backend.deployment.render.role import ENGINE, FIRST_PORT, LAUNCH, SETTINGS, role_files
 from ep_backend.deployment.render.router import ROUTER, router_script
 from ep_backend.deployment.schema import Deployment, TargetKind
+from ep_backend.serving import is_loopback
 
 LWS, DISAGGREGATED_SET = "lws.yaml", "disaggregatedset.yaml"
 FILES = {ROUTER, slurm.JOB, LWS, DISAGGREGATED_SET} | {
@@ -22,6 +23,7 @@ FILES = {ROUTER, slurm.JOB, LWS, DISAGGREGATED_SET} | {
 """Everything that may be written, by its path in the folder."""
 KUBERNETES: tuple[TargetKind, ...] = ("lws", "disaggregatedset")
 LONGEST_NAME = 40
+EVERY_ADDRESS = "0.0.0.0"
 
 
 class FolderRefused(Exception):
@@ -30,10 +32,14 @@ class FolderRefused(Exception):
 
 @dataclass(frozen=True)
 class Rendered:
-    """Files by their paths, and what lint warns of. Settings and manifests hold the control key, if there is one."""
+    """Files by their paths, what lint warns of, and where clients find it.
+
+    Settings and manifests hold the control key, if there is one.
+    """
 
     files: dict[str, str]
     warnings: list[Finding]
+    listens: str
     has_key: bool
 
 
@@ -52,7 +58,26 @@ def render(file: Path, kinds: Sequence[TargetKind] = ()) -> Rendered:
     errors = [finding for finding in findings if rules()[finding.problem.code].severity == "error"]
     if errors:
         raise DeploymentError.of(errors)
-    return Rendered(files_for(deployment, wanted), findings, deployment.control.key is not None)
+    aimed = aimed_at(deployment, wanted)
+    return Rendered(files_for(aimed, wanted), findings, _listens(aimed, file), deployment.control.key is not None)
+
+
+def aimed_at(deployment: Deployment, kinds: Sequence[TargetKind]) -> Deployment:
+    """The deployment with an address that clients reach, where the file gives none: the default is for `up`'s one machine."""
+    router = deployment.router
+    one_host = set(kinds) <= {"local", "shell"} and deployment.topology.nodes == 1
+    if "host" in router.model_fields_set or one_host:
+        return deployment
+    return deployment.model_copy(update={"router": router.model_copy(update={"host": EVERY_ADDRESS})})
+
+
+def _listens(deployment: Deployment, file: Path) -> str:
+    host, port = deployment.router.host, deployment.router.port
+    if is_loopback(host):
+        return f"clients reach {host}:{port} on its own host only; for others set `router: {{host: {EVERY_ADDRESS}}}` in {file}"
+    if host == EVERY_ADDRESS:
+        return f"whoever reaches the router at port {port} can send requests; `router: {{host: ADDRESS}}` in {file} narrows it"
+    return f"clients reach {host}:{port}"
 
 
 def files_for(deployment: Deployment, kinds: Sequence[TargetKind]) -> dict[str, str]:

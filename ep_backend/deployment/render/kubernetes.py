@@ -88,7 +88,6 @@ def _pod(deployment: Deployment, part: RoleFiles, *, leader: bool) -> Object:
         "command": ["/bin/bash", "-c", START],
         "env": [
             {"name": "ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            {"name": "LISTEN", "value": "0.0.0.0"},
             # The container runtime then mounts the GDRCopy device.
             {"name": "NVIDIA_GDRCOPY", "value": "enabled"},
         ],
@@ -173,7 +172,7 @@ def _router(deployment: Deployment, roles: Sequence[RoleFiles]) -> list[Object]:
         "name": "router",
         "image": _image(deployment, roles[0]),
         "command": ["/bin/bash", f"{MOUNT}/{ROUTER}"],
-        "env": [{"name": name, "value": value} for name, value in {**leaders, "LISTEN": "0.0.0.0"}.items()],
+        "env": [{"name": name, "value": value} for name, value in leaders.items()],
         "ports": [{"name": "http", "containerPort": port}],
         "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": PROBE_S},
         "volumeMounts": [{"name": "ep-backend", "mountPath": MOUNT}],

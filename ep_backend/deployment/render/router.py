@@ -24,6 +24,7 @@ def router_script(deployment: Deployment) -> str:
     return script(
         [
             f"# Before {deployment.name}'s prefill and decode: `PREFILL=HOST DECODE=HOST bash {ROUTER}`, with their leaders.",
+            "# LISTEN: another address than router.host for clients.",
             "PREFILL=${PREFILL:?is the name or address of the prefill leader}",
             "DECODE=${DECODE:?is the name or address of the decode leader}",
             *array("arguments", [*common, *words]),

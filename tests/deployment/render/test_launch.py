@@ -1,5 +1,7 @@
 """Launch scripts, run on this machine with stand-ins: what each node's engine is called with."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +9,7 @@ import pytest
 
 from ep_backend.settings import Settings
 
-from .conftest import Call, Launcher
+from .conftest import GOLDEN, Call, Launcher
 
 
 def flags(call: Call) -> str:
@@ -90,6 +92,70 @@ def test_the_router_asks_the_leaders(launcher: Launcher, rendered: Callable[...,
     assert "--pd-disaggregation --prefill http://a:20000 20050 --decode http://b:22000" in flags(calls[0])
     code, error, calls = launcher.run(rendered("sglang") / "router.sh", PREFILL="a")
     assert code != 0 and calls == [] and "DECODE: is the name or address of the decode leader" in error
+
+
+UNIFIED = """\
+name: one
+topology: {preset: h200-nvl8-cx7, nodes: %d}
+model: {preset: deepseek-v3, source: /models/DeepSeek-V3}
+roles:
+  unified:
+    nodes: %d
+    data_parallel: %d
+    ep: {max_tokens: 8192, fp8: true}
+    args: {max-num-batched-tokens: 8192}
+    env: {GLOO_SOCKET_IFNAME: eth0, NCCL_SOCKET_IFNAME: eth0, NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME: eth0}
+target:
+  kind: slurm
+  image: {name: registry.example/vllm-ep:1, packages: {vllm: 0.32.0, torch: 2.13.0}}
+  pod: {shm: 64GiB, rdma: {rdma/ib: 8}, capabilities: [IPC_LOCK]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("router", "nodes", "kinds", "host"),
+    [
+        ("", 2, ("slurm",), "0.0.0.0"),
+        ("", 2, ("lws",), "0.0.0.0"),
+        ("", 2, ("shell",), "0.0.0.0"),
+        ("", 1, ("slurm",), "0.0.0.0"),
+        ("", 1, ("shell",), "127.0.0.1"),
+        ("", 1, ("shell", "lws"), "0.0.0.0"),
+        ("router: {port: 8001}\n", 2, ("slurm",), "0.0.0.0"),
+        ("router: {host: 10.1.2.3}\n", 2, ("slurm",), "10.1.2.3"),
+        ("router: {host: '::'}\n", 2, ("lws",), "::"),
+        ("router: {host: 127.0.0.1}\n", 2, ("slurm",), "127.0.0.1"),
+    ],
+)
+def test_clients_reach_it_where_the_file_says_or_from_other_hosts(
+    router: str, nodes: int, kinds: tuple[str, ...], host: str, launcher: Launcher, rendered: Callable[..., Path]
+) -> None:
+    """Of a pair the router, of a unified role its leader; where the file gives no address, the one that others reach."""
+    golden = (GOLDEN / "vllm.yaml").read_text()
+    unified = rendered("vllm", (golden, UNIFIED % (nodes, nodes, 8 * nodes) + router), kinds=kinds)
+    assert f"--host {host} --port" in flags(launcher.node(unified / "unified" / "launch.sh", 0))
+    if nodes == 2:
+        pair = rendered("vllm", ("target:\n", f"{router}target:\n"), kinds=kinds)
+        _, error, (call,) = launcher.run(pair / "router.sh", PREFILL="a", DECODE="b")
+        assert f"--host {host} --port" in flags(call), error
+
+
+def test_render_says_where_clients_reach_it(launcher: Launcher, rendered: Callable[..., Path]) -> None:
+    def said(text: str, kind: str) -> str:
+        (launcher.folder / "d.yaml").write_text(text)
+        command = [sys.executable, "-m", "ep_backend", "render", "d.yaml", "--for", kind, "--out", "said"]
+        done = subprocess.run(command, cwd=launcher.folder, capture_output=True, text=True, timeout=60, check=True)
+        return done.stderr
+
+    one, two = UNIFIED % (1, 1, 8), UNIFIED % (2, 2, 16)
+    assert "clients reach 127.0.0.1:8000 on its own host only; for others set `router: {host: 0.0.0.0}` in d.yaml\n" in said(
+        one, "shell"
+    )
+    assert said(two, "slurm") == (
+        "whoever reaches the router at port 8000 can send requests; `router: {host: ADDRESS}` in d.yaml narrows it\n"
+    )
+    loud = said(two + "router: {host: localhost}\n", "shell")
+    assert "warning: d.yaml:15:10: router.host: is localhost, which only clients on the router's own host reach; set" in loud
 
 
 def test_the_batch_job_starts_every_role_on_its_own_nodes(launcher: Launcher, rendered: Callable[..., Path]) -> None:

@@ -77,7 +77,7 @@ def test_one_role_is_no_disaggregated_set(rendered: Callable[..., Path]) -> None
 
 
 def test_a_folder_that_render_did_not_write_is_left_alone(tmp_path: Path) -> None:
-    files = Rendered({"router.sh": "new\n"}, [], False)
+    files = Rendered({"router.sh": "new\n"}, [], "", False)
     (tmp_path / "out" / "prefill").mkdir(parents=True)
     (tmp_path / "out" / "prefill" / "notes.txt").write_text("mine")
     (tmp_path / "out" / "lws.yaml").write_text("old")

@@ -43,4 +43,4 @@ def test_the_router(launcher: Launcher, rendered: Callable[..., Path]) -> None:
     assert code == 0, error
     arguments = launch_router.parse_router_args(call.arguments)
     assert (arguments.prefill_urls, arguments.decode_urls) == ([("http://a:20000", None)], ["http://b:22000"])
-    assert (arguments.host, arguments.port, arguments.kv_connector) == ("127.0.0.1", 8000, "nixl")
+    assert (arguments.host, arguments.port, arguments.kv_connector) == ("0.0.0.0", 8000, "nixl")
