@@ -195,6 +195,6 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_combine(const _
     if (receiver >= 0 and receiver < a.receivers and not receive(a, sh, stage, mine, to, lane)) sh.broken = true;
     __syncthreads();
   }
-  if ((sh.stopped or sh.broken) and a.out != 0) fill_nan(a.out, a.tokens * 2 * a.hidden);
+  if ((sh.stopped or sh.broken) and a.out != 0) poison_sums(a);
   if (a.receivers != 0) await_previous();   // the sending kernel, if it was another: whoever follows this one follows it too
 }

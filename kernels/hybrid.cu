@@ -264,5 +264,5 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_rail_sum(const 
   const int groups = int(a.receive_groups), workers = warps / groups, group = warp / workers;
   for (int channel = blockIdx.x + gridDim.x * group; ok and group < groups and channel < a.channels; channel += gridDim.x * groups)
     sum_channel(a, stage, channel, warp % workers, workers, lane);
-  if (not ok) fill_nan(a.out, a.tokens * 2 * a.hidden);
+  if (not ok) poison_sums(a);
 }

@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_expert_place(co
   Warps w = all_warps();
   for (int pair = w.first; pair < a.local_experts * a.ranks and not sh.stopped; pair += w.step)
     place_expert(a, sh, stage, pair / int(a.ranks), pair % int(a.ranks), lane);
-  if (sh.stopped) fill_nan(a.rows, a.local_experts * a.ranks * a.max_tokens * sh.f.row);
+  if (sh.stopped) poison_rows(a.rows, a.local_experts * a.ranks * a.max_tokens * sh.f.row);
 }
 
 extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_expert_return(const __grid_constant__ ep::Args a) {
@@ -197,6 +197,6 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_expert_sum(cons
   Warps w = all_warps();
   for (i64 unit = w.first; ok and unit < a.tokens * a.receive_parts; unit += w.step)
     sum_token(a, stage, unit / a.receive_parts, int(unit % a.receive_parts), lane);
-  if (not ok) fill_nan(a.out, a.tokens * 2 * a.hidden);
+  if (not ok) poison_sums(a);
   await_previous();
 }

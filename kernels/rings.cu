@@ -390,11 +390,13 @@ __device__ __forceinline__ bool end_round(const Args& a, const Shared& sh, int l
   u32 last = lane == 0 and atomicAdd(&state->done, u64(1)) == gridDim.x - 1;
   if (not __shfl_sync(kFullWarp, last, 0)) return true;
   if (lane == 0) {
+    fence_sys();   // what blocks did before they counted themselves, lane 0 alone has acquired
     state->done = 0;
     add_stat(a, stat_mode(a.ranks, a.mode) + kStatRows * a.ranks + 1, 1);
   }
   for (i64 e = lane; e < a.local_experts; e += 32)
     add_stat(a, stat_experts(a.ranks) + e, reinterpret_cast<const int*>(a.counts)[e]);
+  __syncwarp();
   fence_release();
   bool ok = true;
   if (lane < a.ranks) {
@@ -468,7 +470,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_dispatch(c
     }
   }
   if (not __syncthreads_and(ok)) {   // nothing that was not received may look like data
-    fill_nan(a.rows, (a.masked ? a.local_experts : 1) * a.capacity * sh.f.row);
+    poison_rows(a.rows, (a.masked ? a.local_experts : 1) * a.capacity * sh.f.row);
   } else if (a.fill) {   // the ids behind the last row say that there is nothing
     i64 first = i64(all_rows(a)) * a.top_k;
     for (i64 i = first + blockIdx.x * blockDim.x + threadIdx.x; i < a.capacity * a.top_k; i += i64(gridDim.x) * blockDim.x) {
@@ -518,6 +520,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_place(cons
     bulk_commit();
     bulk_await_read();
   }
+  if (sh.stopped) poison_rows(a.rows, a.local_experts * a.capacity * sh.f.row);
 }
 
 extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_combine(const __grid_constant__ ep::Args a) {
@@ -545,5 +548,5 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_combine(co
   }
   ok = __syncthreads_and(ok);
   if (warp == 0 and ok) ok = end_round(a, sh, lane);
-  if (not __syncthreads_and(ok)) fill_nan(a.out, a.tokens * 2 * a.hidden);
+  if (not __syncthreads_and(ok)) poison_sums(a);
 }

@@ -577,7 +577,7 @@ __device__ __forceinline__ void run(const Args& a) {
   }
   if ((sh.stopped or sh.broken) and receives) {   // nothing that was not received may look like data
     i64 rows = (a.masked ? a.local_experts : 1) * a.ranks * a.max_tokens;
-    fill_nan(a.rows, rows * sh.f.row);
+    poison_rows(a.rows, rows * sh.f.row);
   }
 }
 

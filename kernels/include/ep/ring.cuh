@@ -138,7 +138,7 @@ __device__ __forceinline__ bool serve(const Args& a, Op op, u64 epoch, Streams& 
     if (++idle % 64 != 0) continue;
     if (idle == 64) since = nanoseconds();
     if (given_up(a, op, epoch, lane)) return false;
-    if (nanoseconds() - since <= u64(a.timeout_ns)) continue;
+    if (not __any_sync(kFullWarp, nanoseconds() - since > u64(a.timeout_ns))) continue;   // lanes read clocks apart
     u32 waiting = __ballot_sync(kFullWarp, not s.ended());
     if (lane == __ffs(waiting) - 1) {
       Blocked b = s.blocked();

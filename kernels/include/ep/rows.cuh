@@ -69,11 +69,15 @@ __device__ __forceinline__ void send_back(const Args& a, Stage& stage, u64 to, i
   sum_rows(stage, to, run, __ballot_sync(kFullWarp, row >= 0), a.y + row * row_bytes, weight, lane);
 }
 
-// All threads of the grid; bf16 and e4m3 alike read all ones as NaN.
-__device__ __noinline__ void fill_nan(u64 to, i64 bytes) {
+// All threads of a block; bf16 and e4m3 alike read all ones as NaN. `blocks` of the grid share the work: all for what a dispatch
+// returns, which may be large and whose combine is poisoned anyway; one for sums, for other blocks may have ended well.
+__device__ __noinline__ void fill_nan(u64 to, i64 bytes, int blocks) {
   Vec nan{{~0u, ~0u, ~0u, ~0u}};
-  i64 step = i64(gridDim.x) * blockDim.x;
-  for (i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x; i < bytes / 16; i += step) reinterpret_cast<Vec*>(to)[i] = nan;
+  i64 step = i64(blocks) * blockDim.x;
+  for (i64 i = i64(blockIdx.x % blocks) * blockDim.x + threadIdx.x; i < bytes / 16; i += step)
+    reinterpret_cast<Vec*>(to)[i] = nan;
 }
+__device__ __forceinline__ void poison_rows(u64 rows, i64 bytes) { fill_nan(rows, bytes, gridDim.x); }
+__device__ __forceinline__ void poison_sums(const Args& a) { fill_nan(a.out, a.tokens * 2 * a.hidden, 1); }
 
 }  // namespace ep

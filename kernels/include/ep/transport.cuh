@@ -2,7 +2,8 @@
 //
 // A put carries its own signal, which adds one to a cumulative word once its bytes are there. Nothing else about the order
 // of puts is relied on: whoever waits knows the total from a word that travels apart, and all has arrived when the two are
-// equal. Offsets are the same in every heap.
+// equal. Offsets are the same in every heap. What a put writes has no proxy fence behind it, so whoever has waited for it executes
+// one before bulk copies read it.
 #pragma once
 #include "ep/signal.cuh"
 
@@ -55,7 +56,10 @@ __device__ __forceinline__ bool wait_puts(const Args& a, Op op, int peer, i64 ar
   u64 start = nanoseconds();
   for (int turn = 1;; ++turn) {
     u64 seen = load_acquire_sys(word) - base;
-    if (seen == count) return true;
+    if (seen == count) {
+      fence_async();
+      return true;
+    }
     if (turn % 64 != 0) continue;
     if (failed(a)) return false;
     for (int r = 0; r < a.ranks; ++r)
