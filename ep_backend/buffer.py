@@ -263,6 +263,8 @@ class EpBuffer:
                     f"mode {call.mode.value} cannot be captured in a graph: its host waits for counts; "
                     "use direct or hybrid, or no graph"
                 )
+            if call.layout is Layout.COMPACT and host_counts and self._fabric.capturing():
+                raise ValueError("a captured dispatch cannot wait for the number of rows: use host_counts=False, or masked")
             if return_hook and not call.mode.spec.hook:
                 raise ValueError(
                     f"mode {call.mode.value} has no receive hook (its rings need both sides at work); "
@@ -348,7 +350,7 @@ class EpBuffer:
             raise ValueError(f"out is {_describe(out)}; combine writes a contiguous {list(shape)} {y.dtype} on {y.device}")
         result = out
         # Sums are written while other rows of y are still read, so they need memory of their own.
-        total = torch.empty_like(out) if _share_memory(out, y) else out
+        total = torch.empty_like(out) if _share_memory(out, y) or out.data_ptr() % 16 else out
         call.split = return_hook
         self._run(state, lambda: self._fabric.start_combine(call, y))
 
@@ -527,7 +529,7 @@ class EpBuffer:
             lane,
             epoch,
             c.max_tokens[mode],
-            rows.contiguous(),
+            _aligned(rows),
             scales.contiguous() if scales is not None else None,
             ids.contiguous(),
             weights.contiguous(),
@@ -551,7 +553,8 @@ class EpBuffer:
         elif fp8 is not None:
             if fp8 not in ("fp32", "ue8m0"):
                 raise ValueError(f"fp8={fp8!r}; choose the scale format 'fp32' or 'ue8m0'")
-            if x.dtype not in (torch.bfloat16, torch.float32):
+            takes = (torch.bfloat16, torch.float32) if self.config.fabric == "host" else (torch.bfloat16,)
+            if x.dtype not in takes:
                 raise TypeError(f"x is {x.dtype}; the FP8 cast takes bfloat16")
             payload = Payload.FP8 if fp8 == "fp32" else Payload.FP8_UE8M0
         else:
@@ -577,7 +580,13 @@ class EpBuffer:
             raise TypeError(f"y is on {y.device}, the buffer on {self._fabric.device}")
         if y.shape != received.rows.shape:
             raise ValueError(f"y has shape {list(y.shape)}; this dispatch returned {list(received.rows.shape)}")
-        return y.contiguous()
+        return _aligned(y)
+
+
+def _aligned(t: torch.Tensor) -> torch.Tensor:
+    """Contiguous, on the 16 bytes that bulk copies and vector accesses need: a view may begin anywhere."""
+    t = t.contiguous()
+    return t.clone() if t.data_ptr() % 16 else t
 
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -201,6 +201,16 @@ def absent(world: World) -> list[Outcome]:
         return found
 
 
+def cast_of_fp32(world: World) -> Outcome:
+    x = base(world)["x"].float()
+    return attempt(lambda: world.buffer().dispatch(**{**base(world), "x": x, "fp8": "fp32"}))
+
+
+def test_kernels_cast_bf16_rows_only(ranks: Any, kernels: str) -> None:
+    for outcome in ranks(2, kernels).run(cast_of_fp32):
+        assert outcome.error == "TypeError" and "float32; the FP8 cast takes bfloat16" in outcome.message
+
+
 def test_what_the_buffer_was_not_made_for(ranks: Any, fabric: str) -> None:
     for mode, payload, lane, negative in ranks(2, fabric).run(absent):
         assert mode.error == "ValueError" and "low_latency" in mode.message
@@ -254,6 +264,12 @@ def test_one_rank_over_capacity_is_refused_on_all(ranks: Any, mode: str, wrong: 
                 assert f"rank {wrong} refused" in outcome.message
 
 
+def _shifted(t: torch.Tensor, elements: int) -> torch.Tensor:
+    """A contiguous copy that begins so many elements behind an aligned address."""
+    at = torch.empty(t.numel() + elements, dtype=t.dtype, device=t.device)[elements:].view(t.shape)
+    return at.copy_(t)
+
+
 def strided(world: World) -> None:
     """Views that are not contiguous give what their copies give."""
     buffer = world.buffer()
@@ -273,6 +289,12 @@ def strided(world: World) -> None:
         y = oracle.run_experts(case, world.rank, got, layout="compact", payload="bf16")
         answer = y.t().contiguous().t() if len(y) > 1 else y
         assert torch.equal(buffer.combine(answer, got.handle), want)
+    for shift in (1, 3):  # contiguous, but on no vector's boundary
+        got = buffer.dispatch(_shifted(x, shift), ids, weights, mode="direct")
+        y = oracle.run_experts(case, world.rank, got, layout="compact", payload="bf16")
+        out = _shifted(torch.empty_like(x), shift)
+        assert buffer.combine(_shifted(y, shift), got.handle, out=out) is out
+        assert torch.equal(out, want)
     rows, scales = oracle.quantise(x.cpu(), "fp8")
     given = rows.to(x.device), scales.t().contiguous().t().to(x.device)
     got = buffer.dispatch(given, ids, weights, mode="direct")

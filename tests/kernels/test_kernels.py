@@ -164,12 +164,13 @@ class Captured:
 
 
 def replays(world: World, count: int) -> int:
-    with world.make(lanes=2) as buffer:
+    with world.make(lanes=2, gpus_per_node=world.size // 2) as buffer:
         case = oracle.make_case(0, [3] * world.size)
-        for mode in ("direct", "low_latency"):
+        for mode in ("direct", "low_latency", "hybrid"):
             Round(world, buffer, case, mode).run()
         graphs = [
             Captured(world, buffer, "low_latency", 8, 0),
+            Captured(world, buffer, "hybrid", 5, 0),  # its relays run beside the captured stream
             Captured(world, buffer, "low_latency", 3, 0),
             Captured(world, buffer, "direct", 12, 1),
         ]
@@ -181,7 +182,7 @@ def replays(world: World, count: int) -> int:
                 Round(world, buffer, oracle.make_case(n, [2] * world.size), "direct").run()
         assert buffer.failure() is None
         stats = buffer.stats()
-        assert stats["modes"]["low_latency"]["dispatches"] >= count // 3
+        assert stats["modes"]["low_latency"]["dispatches"] >= count // 2
     return count
 
 
@@ -285,6 +286,20 @@ def test_abort_ends_the_waits_of_others(ranks: Any, kernels: str) -> None:
     (why, took), (own, _) = ranks(2, kernels).run(aborting)
     assert why is not None and "rank 1 gave up" in why and took < 10
     assert own is not None and "the caller gave up" in own
+
+
+def aborting_by_puts(world: World) -> str | None:
+    buffer = world.make(gpus_per_node=1, rail="put", max_tokens={"hybrid": 12}, timeout_s=2.0)
+    if world.rank == 1:
+        buffer.abort("nobody is mapped here")
+    why = buffer.failure()
+    buffer.destroy()
+    return why
+
+
+def test_abort_passes_over_ranks_that_only_puts_reach(ranks: Any, kernels: str) -> None:
+    _, own = ranks(2, kernels).run(aborting_by_puts)
+    assert own is not None and "nobody is mapped here" in own
 
 
 def bad_ids(world: World) -> str | None:

@@ -177,21 +177,46 @@ def test_any_sm_budget_of_any_rank_gives_the_same_bits(ranks: Any, kernels: str)
     ranks(4, kernels).run(budgets)
 
 
-def capturing(world: World) -> tuple[Outcome, int]:
+def capturing(world: World, mode: str) -> tuple[Outcome, int]:
     with world.make() as buffer:
         now, buffer._fabric._gpu.capturing = buffer._fabric._gpu.capturing, lambda: True
         x = torch.zeros(2, 256, dtype=torch.bfloat16, device=world.device)
         ids = torch.zeros(2, 4, dtype=torch.int64, device=world.device)
-        outcome = attempt(lambda: buffer.dispatch(x, ids, torch.zeros(2, 4, device=world.device), mode="normal"))
+        outcome = attempt(lambda: buffer.dispatch(x, ids, torch.zeros(2, 4, device=world.device), mode=mode))
         buffer._fabric._gpu.capturing = now
-        Round(world, buffer, oracle.make_case(1, [3]), "normal").run()
+        Round(world, buffer, oracle.make_case(1, [3]), mode).run()
         return outcome, buffer.stats()["epoch"]
 
 
-def test_a_capture_is_refused_and_told_what_to_use(ranks: Any, kernels: str) -> None:
-    ((found, epoch),) = ranks(1, kernels).run(capturing)
+@pytest.mark.parametrize("mode,says", [("normal", ("normal", "direct")), ("direct", ("host_counts=False", "masked"))])
+def test_a_capture_is_refused_and_told_what_to_use(ranks: Any, kernels: str, mode: str, says: tuple[str, ...]) -> None:
+    ((found, epoch),) = ranks(1, kernels).run(capturing, mode)
     assert epoch == 1, "the buffer goes on working"
-    assert found.error == "ValueError" and "normal" in found.message and "direct" in found.message
+    assert found.error == "ValueError" and all(word in found.message for word in says)
+
+
+def unanswered(world: World) -> tuple[bool, str | None]:
+    """Every sum of rank 0 is there, but rank 1 never says that it has read its rings."""
+    buffer = world.make(lanes=1, timeout_s=1.0)
+    case = oracle.make_case(3, [12] * world.size)
+    for rank, ids in enumerate(case.ids):
+        ids[:] = rank * case.local + ids % case.local
+    late = Round(world, buffer, case, "normal")
+    late.dispatch()
+    late.receive()
+    if world.rank == 0:
+        late.combine()
+    world.settle()
+    out, why = late.out, buffer.failure()
+    poisoned = out is not None and bool(out.isnan().all())
+    buffer.destroy()
+    return poisoned, why
+
+
+def test_a_combine_that_fails_at_its_end_leaves_no_sums(ranks: Any, kernels: str) -> None:
+    (poisoned, why), _ = ranks(2, kernels).run(unanswered)
+    assert why is not None and "combine: mode=normal" in why and "peer=1" in why
+    assert poisoned
 
 
 def delayed(world: World, seed: int) -> int:

@@ -216,8 +216,6 @@ class NvshmemFabric:
         capacity, masked = s.ranks * call.max_tokens, call.layout is Layout.MASKED
         if counted is not None and counted.rows is not None:
             capacity = counted.rows
-        if call.host_counts and not masked and self._gpu.capturing():
-            raise ValueError("a captured dispatch cannot wait for the number of rows: use host_counts=False, or masked")
         words = layout.scale_bytes(call.payload, s.hidden) // 4
         scale_dtype = torch.float32 if call.payload is Payload.FP8 else torch.int32
         ids = weights = scales = None
@@ -348,7 +346,8 @@ class NvshmemFabric:
     def abort(self, reason: str) -> None:
         self._reason = self._reason or reason
         for peer in self._heap.peers if self._heap.base else ():
-            self._gpu.set_word(peer + 8 * self.rank)
+            if peer:  # a rank that only puts reach runs into its timeout
+                self._gpu.set_word(peer + 8 * self.rank)
 
     def failure(self) -> str | None:
         if self._reason is None and self._seen[0]:

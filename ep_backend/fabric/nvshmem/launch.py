@@ -138,6 +138,7 @@ class Kernel:
         function = check(api.cuKernelGetFunction(check(api.cuLibraryGetKernel(library, name.encode()))))
         attribute = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(api.cuFuncSetAttribute(function, attribute, STAGE_BYTES))
+        check(api.cuFuncLoad(function))  # at its first launch, loading could wait for a kernel that waits for peers
         self._function = ctypes.c_void_p(int(function))
         self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
 

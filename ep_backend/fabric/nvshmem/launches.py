@@ -30,7 +30,8 @@ class Launches:
     def of(self, op: str, call: Call, *, send: bool, receive: bool) -> tuple[Launch, ...]:
         """The launches of these phases of an operation, "dispatch" or "combine" (normal: "count" too), in order."""
         tokens = min(call.tokens, SMALL + 1)  # beyond, launches do not depend on it
-        key = (op, call.mode, call.payload, call.layout, call.scales is None, tokens, call.sms, send, receive)
+        # A launch holds its stream: lanes that two threads drive share none.
+        key = (op, call.lane, call.mode, call.payload, call.layout, call.scales is None, tokens, call.sms, send, receive)
         found = self._made.get(key)
         if found is None:
             make = self._dispatch if op == "dispatch" else self._combine

@@ -35,7 +35,10 @@ inline u32 load_acquire_cta(const u32* p) {
 }
 inline void barrier(int id, int threads) { simt::sync_some(id, threads); }
 inline bool barrier_and(int id, int threads, bool ok) { return simt::sync_some_and(id, threads, ok) != 0; }
-inline void store_vec(void* p, const Vec& r) { memcpy(p, &r, sizeof r); }
+inline void store_vec(void* p, const Vec& r) {
+  simt::check_vector(p);
+  memcpy(p, &r, sizeof r);
+}
 inline void allow_next() {}
 inline void await_previous() {}
 inline void mbarrier_init(u64* bar) { *bar = 0; }
