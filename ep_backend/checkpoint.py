@@ -24,7 +24,8 @@ CHAT_TEMPLATE = (
 )
 
 Tensors = Iterator[tuple[str, np.ndarray[Any, Any]]]
-Model = Literal["deepseek-v3", "qwen3-moe"]
+Model = Literal["deepseek-v3", "qwen3-moe", "deepseek-v3-100m"]
+Shape = Literal["deepseek-v3-shape", "deepseek-v3-shape-fp8"]
 
 # CPU expert kernels want hidden_size and moe_intermediate_size divisible by 32.
 COMMON: dict[str, Any] = {
@@ -93,22 +94,72 @@ QWEN3_MOE: dict[str, Any] = {
 }
 
 
+# What kernels on GPUs ask for: widths in whole scale groups and tiles, 8 picks of more experts, and the real model's heads.
+DEEPSEEK_V3_100M: dict[str, Any] = {
+    **DEEPSEEK_V3,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "max_position_embeddings": 4096,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 32,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 256,
+}
+
+# The widths of DeepSeek-V3's layers, one dense and three of experts: 67 GB of experts in bf16.
+DEEPSEEK_V3_SHAPE: dict[str, Any] = {
+    **DEEPSEEK_V3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "max_position_embeddings": 4096,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "topk_group": 4,
+    "vocab_size": 32000,
+}
+
+FP8_BLOCKS = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+
+SHAPES: dict[Shape, dict[str, Any]] = {
+    "deepseek-v3-shape": DEEPSEEK_V3_SHAPE,
+    "deepseek-v3-shape-fp8": {**DEEPSEEK_V3_SHAPE, "quantization_config": FP8_BLOCKS},
+}
+
+
+def write_shape(out: Path, shape: Shape) -> None:
+    """Writes config and tokenizer alone into the folder `out`: for engines that invent weights (`--load-format dummy`)."""
+    _write_beside_weights(out, SHAPES[shape])
+
+
 def write_checkpoint(out: Path, seed: int = 0, model: Model = "deepseek-v3") -> int:
     """Writes config, tokenizer and weights into the folder `out`; returns the number of parameters."""
     import torch
     from safetensors.torch import save_file
 
     config, layer = MODELS[model]
-    out.mkdir(parents=True, exist_ok=True)
-    _write_json(out / "config.json", config)
-    _write_json(out / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
-    _write_tokenizer(out)
+    _write_beside_weights(out, config)
     rng = np.random.default_rng(seed)
     tensors = {
         name: torch.from_numpy(values.astype(np.float32)).to(_dtype(name)) for name, values in _weights(config, layer, rng)
     }
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return sum(tensor.numel() for tensor in tensors.values())
+
+
+def _write_beside_weights(out: Path, config: dict[str, Any]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    _write_json(out / "config.json", config)
+    _write_json(out / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
+    _write_tokenizer(out, config["max_position_embeddings"])
 
 
 def _dtype(name: str) -> Any:
@@ -185,10 +236,11 @@ def _matrix(rng: np.random.Generator, rows: int, columns: int, gain: float = 1.0
 MODELS: dict[Model, tuple[dict[str, Any], Layer]] = {
     "deepseek-v3": (DEEPSEEK_V3, _deepseek_v3),
     "qwen3-moe": (QWEN3_MOE, _qwen3_moe),
+    "deepseek-v3-100m": (DEEPSEEK_V3_100M, _deepseek_v3),
 }
 
 
-def _write_tokenizer(out: Path) -> None:
+def _write_tokenizer(out: Path, longest: int) -> None:
     """One token a byte, so that any text round-trips and no merges need training."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -206,7 +258,7 @@ def _write_tokenizer(out: Path) -> None:
             "bos_token": SPECIAL_TOKENS[0],
             "eos_token": SPECIAL_TOKENS[1],
             "pad_token": SPECIAL_TOKENS[2],
-            "model_max_length": COMMON["max_position_embeddings"],
+            "model_max_length": longest,
             "chat_template": CHAT_TEMPLATE,
         },
     )

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from ep_backend.checkpoint import VOCAB, write_checkpoint
+from ep_backend.checkpoint import MODELS, SHAPES, VOCAB, Shape, write_checkpoint, write_shape
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -60,3 +60,30 @@ def test_transformers_loads_every_tensor_of_a_qwen3_moe(tmp_path: Path) -> None:
     model, info = Qwen3MoeForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert parameters == sum(each.numel() for each in model.parameters())
+
+
+def test_the_one_for_gpus_has_every_tensor_of_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its widths are held small here: the layers and their names are what counts."""
+    from transformers import DeepseekV3ForCausalLM
+
+    config, layer = MODELS["deepseek-v3-100m"]
+    small = config | {"hidden_size": 128, "n_routed_experts": 16, "num_hidden_layers": 2}
+    monkeypatch.setitem(MODELS, "deepseek-v3-100m", (small, layer))
+    write_checkpoint(tmp_path, model="deepseek-v3-100m")
+    model, info = DeepseekV3ForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert model.config.num_experts_per_tok == 8
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_is_deepseek_v3s_but_for_depth_and_vocabulary(shape: Shape, tmp_path: Path) -> None:
+    from ep_backend.deployment.presets import models
+
+    write_shape(tmp_path, shape)
+    config = json.loads((tmp_path / "config.json").read_text())
+    real = models()["deepseek-v3"]
+    differ = {key for key, value in real.items() if key in config and config[key] != value}
+    assert differ == {"num_hidden_layers", "first_k_dense_replace", "vocab_size"} | (
+        {"quantization_config"} if shape == "deepseek-v3-shape-fp8" else set()
+    )
+    assert not list(tmp_path.glob("*.safetensors")) and (tmp_path / "tokenizer.json").exists()

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
@@ -129,7 +130,7 @@ def _vllm_commands(deployment: Deployment, name: RoleName, role: Role, site: _Si
         # The admin routes by which a flip drains the role; they know no key, so never where others reach the address.
         for env in site.envs:
             env.setdefault("VLLM_SERVER_DEV_MODE", "1")
-    command = [_program("vllm"), "serve", str(deployment.model.path), *flag_words(engine_flags(deployment, name, role))]
+    command = [*_vllm(), "serve", str(deployment.model.path), *flag_words(engine_flags(deployment, name, role))]
     head = ["--host", site.host, "--port", str(site.port)]
     if role.nodes == 1:
         return [[*command, *head]]
@@ -184,6 +185,16 @@ def _program(name: str) -> str:
     if found is None:
         raise FileNotFoundError(f"{name} is not installed: `pip install {name}` in this environment, or use `./ep`")
     return found
+
+
+def _vllm() -> list[str]:
+    """vLLM's program; or its module, where it is on Python's path without having been installed."""
+    try:
+        return [_program("vllm")]
+    except FileNotFoundError:
+        if find_spec("vllm") is None:
+            raise
+        return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
 def _front(deployment: Deployment) -> tuple[str, int]:

@@ -1,0 +1,125 @@
+"""The deployments for H200s, and what deploy/scripts/measure.py makes of answers and traces."""
+
+import importlib.util
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ep_backend.checkpoint import write_shape
+from ep_backend.deployment.lint.report import findings_of
+from ep_backend.deployment.load import load
+from ep_backend.deployment.render import render
+from ep_backend.plan.planner import plan
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+FILES = sorted(DEPLOY.glob("h200*.yaml"))
+
+
+def _measure() -> Any:
+    spec = importlib.util.spec_from_file_location("measure", DEPLOY / "scripts" / "measure.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["measure"] = module  # for its dataclasses
+    spec.loader.exec_module(module)
+    return module
+
+
+measure = _measure()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_they_pass_every_check(file: Path, tmp_path: Path) -> None:
+    write_shape(
+        tmp_path / ".ep" / "deepseek-v3-100m", "deepseek-v3-shape-fp8" if "sglang" in file.stem else "deepseek-v3-shape"
+    )
+    there = tmp_path / "deploy" / file.name
+    there.parent.mkdir()
+    there.write_text(file.read_text())
+    assert [str(finding) for finding in findings_of(there)] == []
+    deployment = load(there).deployment
+    assert plan(deployment).roles["unified"].auto != "none"
+    assert len(render(there, ("shell",)).files) == 3
+    assert deployment.name == file.stem
+    assert deployment.roles.unified is not None
+    assert deployment.roles.unified.ep_size == int(file.stem.removeprefix("h200x")[0])
+
+
+def test_there_are_both_engines_on_two_and_four_gpus() -> None:
+    names = {file.stem for file in FILES}
+    assert names >= {f"h200x{n}-{what}" for n in (2, 4) for what in ("vllm-decode", "vllm-prefill", "sglang")}
+
+
+def answers(seed: int, wobble: float = 0.0, margin: float = 1.0) -> list[Any]:
+    """Two of ten tokens, whose log-probabilities differ by up to the wobble from those of the same seed."""
+    rng, other = random.Random(seed), random.Random(seed + 1)
+    return [
+        measure.Answer(
+            [rng.randrange(100) for _ in range(10)],
+            [-rng.random() + wobble * other.uniform(-1, 1) for _ in range(10)],
+            [margin] * 10,
+        )
+        for _ in range(2)
+    ]
+
+
+def test_equal_answers_are_equal() -> None:
+    found = measure.judge(answers(0), answers(0, 0.01), answers(0, 0.02))
+    assert found["equal"] and found["compared"] == found["positions"] == 20
+    assert 0 < found["noise"] <= 0.01 < found["max_logprob_difference"] <= 0.02
+    assert found["qualified"] == 1.0
+
+
+def test_another_token_is_wrong_where_the_reference_is_sure() -> None:
+    for margin, wrong in ((0.5, 1), (0.01, 0)):
+        first, other = answers(0), answers(0)
+        first[1].margins[4] = margin
+        other[1].tokens[4:] = [-1] * 6
+        found = measure.judge(first, answers(0, 0.01), other)
+        assert len(found["wrong"]) == wrong and found["parted_where_unsure"] == 1 - wrong
+        assert found["equal"] == (wrong == 0)
+        assert found["compared"] == 15, "what follows has another context"
+    assert found["wrong"] == []
+
+
+def test_a_reference_that_is_rarely_sure_proves_nothing() -> None:
+    found = measure.judge(answers(0, margin=0.001), answers(0, 0.01), answers(0))
+    assert not found["equal"] and not found["wrong"] and found["qualified"] == 0.0
+
+
+def kernel(name: str, begin: float, us: float) -> dict[str, Any]:
+    return {"cat": "kernel", "name": name, "ts": begin, "dur": us}
+
+
+def test_ours_are_told_from_a_trace_with_their_overlap() -> None:
+    layer = [kernel("ep_send", 0, 4), kernel("ep_await", 4, 2), kernel("ep_place", 6, 4), kernel("gemm", 10, 20)]
+    layer += [kernel("ep_combine", 30, 6), kernel("ep_combine", 36, 4), kernel("gemm", 34, 3), kernel("gemm", 36, 2)]
+    both = layer + [{**k, "ts": k["ts"] + 100} for k in layer]
+    found = measure.all_to_all(both)
+    assert (found["layers"], found["us_a_layer"]) == (2, 20.0)
+    assert found["overlapped"] == pytest.approx(4 / 20), "34 to 38"
+    assert found["kernels"][0] == {"name": "gemm", "calls": 6, "median_us": 3, "us": 50}
+
+
+def test_of_an_engines_own_the_collectives_count() -> None:
+    gather, scatter = "ncclDevKernel_AllGather_RING_LL", "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL"
+    kernels = [kernel(gather, n * 50 + t, 10) for n in range(4) for t in (0, 10)]
+    kernels += [kernel(scatter, n * 50 + 30, 15) for n in range(4)]
+    found = measure.all_to_all([*kernels, kernel("gemm", 20, 10)])
+    assert (found["layers"], found["us_a_layer"], found["overlapped"]) == (4, 35.0, 0.0)
+    assert measure.all_to_all([kernel("gemm", 0, 1)])["us_a_layer"] is None
+
+
+def test_results_are_compared(tmp_path: Path) -> None:
+    for name, mode, step, us in (("ours", "low_latency", 5.0, 40.0), ("own", "allgather_reducescatter", 6.0, 90.0)):
+        windows = [{"sequences_a_rank": 64, "step_ms": step + turn} for turn in (0.1, 0, 9)]
+        entry = {"windows": windows, "profile": {"us_a_layer": us}}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"modes": {mode: entry}}))
+    done = CliRunner().invoke(measure.app, ["compare", str(tmp_path / "ours.json"), str(tmp_path / "own.json")])
+    assert done.exit_code == 0, done.output
+    assert "low_latency, 64 sequences a rank: step 5.100 ms, the engine's own 6.100 ms" in done.output
+    assert "all-to-all of it, us a layer: 40.0" in done.output and "own, us a layer: 90.0" in done.output
