@@ -69,7 +69,8 @@ def migrate(
     ] = None,
     name: Annotated[str | None, typer.Option(help="of the deployment", show_default=False)] = None,
     role: Annotated[
-        RoleName | None, typer.Option(help="of a command that does not tell, such as kv_both", show_default=False)
+        RoleName | None,
+        typer.Option(help="of a command that does not tell, such as kv_both; one that tells keeps its own", show_default=False),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="a model preset, where no name tells which model it is", show_default=False)

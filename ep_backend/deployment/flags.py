@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import JsonValue
@@ -11,6 +12,9 @@ from ep_backend.deployment.engines import table
 from ep_backend.deployment.schema import Deployment, Role, RoleName
 
 NAME = "ep_backend"
+TRANSFER, NIXL, EXTRA, LEASE = "kv-transfer-config", "NixlConnector", "kv_connector_extra_config", "kv_lease_duration"
+OWNED_TRANSFER = ("kv_connector", "kv_role", "kv_buffer_device")
+"""Keys of --kv-transfer-config that the file decides; of EXTRA, LEASE."""
 
 Flags = dict[str, JsonValue]
 
@@ -23,7 +27,7 @@ def engine_flags(deployment: Deployment, name: RoleName, role: Role, version: st
     `version`: of the engine; None: the newest that is known here.
     """
     own = _sglang(deployment, name, role, version) if role.engine == "sglang" else _vllm(deployment, name, role)
-    return {**own, **role.flags}
+    return {**own, **{flag: value for flag, value in role.flags.items() if flag != TRANSFER or TRANSFER not in own}}
 
 
 def _vllm(deployment: Deployment, name: RoleName, role: Role) -> Flags:
@@ -38,14 +42,25 @@ def _vllm(deployment: Deployment, name: RoleName, role: Role) -> Flags:
     if role.ep.overlap == "dbo":
         flags["enable-dbo"] = True
     if name != "unified":
+        given = role.arg(TRANSFER)
+        further = further_transfer(given) if isinstance(given, dict) else {}
         transfer: dict[str, Any] = {
-            "kv_connector": "NixlConnector",
+            "kv_connector": NIXL,
             "kv_role": "kv_producer" if name == "prefill" else "kv_consumer",
             "kv_buffer_device": deployment.topology.device,
-            "kv_connector_extra_config": {"kv_lease_duration": _kv_lease_s(deployment)},
+            **further,
+            EXTRA: {LEASE: _kv_lease_s(deployment), **further.get(EXTRA, {})},
         }
-        flags["kv-transfer-config"] = json.dumps(transfer)
+        flags[TRANSFER] = json.dumps(transfer)
     return flags
+
+
+def further_transfer(given: Mapping[str, JsonValue]) -> dict[str, Any]:
+    """What of a --kv-transfer-config this file does not decide."""
+    extra = given.get(EXTRA)
+    inner = {key: value for key, value in extra.items() if key != LEASE} if isinstance(extra, dict) else {}
+    outer = {key: value for key, value in given.items() if key not in (*OWNED_TRANSFER, EXTRA)}
+    return outer | ({EXTRA: inner} if inner else {})
 
 
 def _kv_lease_s(deployment: Deployment) -> int:

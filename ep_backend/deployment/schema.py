@@ -26,14 +26,22 @@ ModeName = Literal["auto", "normal", "direct", "low_latency", "hybrid"]
 RoleName = Literal["prefill", "decode", "unified"]
 Engine = Literal["vllm", "sglang"]
 TargetKind = Literal["local", "shell", "slurm", "lws", "disaggregatedset"]
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
-EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-HOST = r"^[A-Za-z0-9._:%-]+$"
+NAME, ENV_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$", r"^[A-Za-z_][A-Za-z0-9_]*$"
+HOST, HCA = r"^[A-Za-z0-9._:%-]+$", r"^[A-Za-z0-9_.-]+(:[1-9][0-9]*)?$"
+PATTERNS = {
+    NAME: "1 to 63 of a-z, 0-9, `.`, `_` and `-`, the first a letter or digit",
+    ENV_NAME: "letters, digits and `_`, the first no digit",
+    HOST: "a host name or an address",
+    HCA: "a device such as mlx5_0, or mlx5_0:1 with its port",
+}
+"""What texts of these forms are, in words."""
+Name = Annotated[str, Field(pattern=NAME)]
+EnvName = Annotated[str, Field(pattern=ENV_NAME)]
 Host = Annotated[str, Field(pattern=HOST)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
-Hca = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+(:[1-9][0-9]*)?$", examples=["mlx5_0:1"])]
+Hca = Annotated[str, Field(pattern=HCA, examples=["mlx5_0:1"])]
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -242,13 +250,28 @@ class Control(Strict):
     flip_timeout_s: float = Field(default=30.0, gt=0, description="how long a change of mode may take before it is abandoned")
 
 
+class Volume(Strict):
+    """A volume that every pod of the engines mounts."""
+
+    mount: Annotated[str, Field(pattern=r"^/.*[^/]$", description="a folder in the container")]
+    source: dict[str, JsonValue] = Field(
+        min_length=1, max_length=1, description="as Kubernetes spells it, as {persistentVolumeClaim: {claimName: models}}"
+    )
+    read_only: bool = False
+
+
 class Pod(Strict):
     """What a Kubernetes manifest or sbatch grants each worker."""
 
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")] | None = None
     shm: Bytes | None = Field(default=None, description="size of /dev/shm")
+    memory: Bytes | None = Field(default=None, description="limit of a container's memory, /dev/shm included")
     rdma: dict[str, Positive] = Field(default={}, description="RDMA resources a node, for example {rdma/ib: 8}")
     capabilities: list[str] = []
     host_network: bool = False
+    volumes: list[Volume] = Field(
+        default=[], description="a model's path below none of them is mounted from the folder of that name of each node"
+    )
 
 
 class Target(Strict):

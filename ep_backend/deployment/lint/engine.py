@@ -8,6 +8,7 @@ from pydantic import JsonValue
 from ep_backend.deployment.engines import NVSHMEM_BUILT, SUPPORTED, installed, number, replaced, table
 from ep_backend.deployment.engines.extract import Table
 from ep_backend.deployment.engines.values import SWITCH, TEXT
+from ep_backend.deployment.flags import TRANSFER, further_transfer
 from ep_backend.deployment.lint.values import refused
 from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
@@ -56,7 +57,9 @@ NVSHMEM_PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 
 def check_owned(view: RoleView) -> Iterator[Problem]:
     """Keys that the file itself decides; needs no table."""
-    for key in view.role.args:
+    for key, value in view.role.args.items():
+        if view.name != "unified" and _flag(key) == TRANSFER and isinstance(value, dict) and further_transfer(value) == value:
+            continue
         if owner := OWNED_FLAGS.get(_flag(key)):
             place = (*view.place, "args", key)
             yield problem("EP304", place, f"`{owner}` of this file decides that flag", "remove it here")

@@ -1,26 +1,28 @@
 """From the command lines or manifests that started an engine before to a deployment file, and what became of each word."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ep_backend.deployment.batches import batch_limit, largest_bucket
-from ep_backend.deployment.engines import table
+from ep_backend.deployment.batches import ASSUMED_HBM, batch_limit, largest_bucket
 from ep_backend.deployment.lint import lint
 from ep_backend.deployment.lint.view import RoleView, views
 from ep_backend.deployment.load import read as read_file
 from ep_backend.deployment.migrate import manifest
+from ep_backend.deployment.migrate.images import set_images
 from ep_backend.deployment.migrate.launches import Launch, launches
 from ep_backend.deployment.migrate.notes import Note, Unmovable
+from ep_backend.deployment.migrate.pods import Pods, shown
 from ep_backend.deployment.migrate.repair import checked, repaired
-from ep_backend.deployment.migrate.roles import Draft, draft
+from ep_backend.deployment.migrate.roles import Draft, draft, told_role
 from ep_backend.deployment.migrate.shell import Unreadable, commands
 from ep_backend.deployment.presets import models, topologies
 from ep_backend.deployment.problems import Finding
 from ep_backend.deployment.render.text import as_yaml
 from ep_backend.deployment.schema import RoleName
+from ep_backend.plan.model import GIB
 
 # What DeepEP reserves where nothing says how many tokens a rank dispatches in decode.
 DEEPEP_TOKENS = 128
@@ -50,14 +52,17 @@ def migrate(
     `role`: of a command that does not tell; `model` and `topology`: presets, where the texts do not tell. `file`: where the
     result will stand, for the places of findings. Raises Unmovable.
     """
-    pods: manifest.Pods | None = None
+    pods: Pods | None = None
     found: list[Launch] = []
     for where, text in inputs:
         if manifest.is_manifest(text):
-            pods = pods or manifest.Pods()
-            found += manifest.read(text, pods)
+            pods = pods or Pods()
+            found += manifest.read(text, pods, _reachable(where))
         else:
             found += _launches(where, text)
+    told = [told_role(launch) for launch in found]
+    if role is not None and role not in told and None not in told:
+        raise Unmovable(f"--role is {role}, but the command says {told[0]} itself; leave --role out, or correct the command")
     drafts = [draft(launch, role) for launch in found]
     if pods:
         names = {launch.hints[-1]: each.name for launch, each in zip(found, drafts, strict=True)}
@@ -66,10 +71,8 @@ def migrate(
     notes = [note for each in drafts for note in each.notes]
     if pods:
         notes += pods.notes
-        if pods.image:
-            why = "it needs this package beside the engine: the engine loads it as a plug-in"
-            notes.append(Note("changed", "all", f"image {pods.image}", "target.image.name", why))
     hints = [hint for launch in found for hint in [str(launch.flags.get("model-path")), *launch.hints]]
+    hints += [shown(volume["source"]) for volume in pods.volumes.values()] if pods else []
     chosen = name or _name(pods, found)
     document = _document(drafts, pods, chosen, model or _preset(drafts, hints), topology, notes)
     notes += repaired(document)
@@ -82,7 +85,7 @@ def migrate(
 
 def _launches(where: str, text: str) -> list[Launch]:
     try:
-        found = list(launches(commands(text)))
+        found = list(launches(commands(text), _reachable(where)))
     except Unreadable as error:
         raise Unmovable(f"{where}: {error}") from None
     if not found:
@@ -95,6 +98,20 @@ def _launches(where: str, text: str) -> list[Launch]:
     return found
 
 
+def _reachable(where: str) -> Callable[[str], str | None]:
+    """Reads files that a text names, relative to the text's own folder or to the current one."""
+
+    def read_text(path: str) -> str | None:
+        for candidate in (Path(where).parent / path, Path(path)):
+            try:
+                return candidate.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
+        return None
+
+    return read_text
+
+
 def _by_role(drafts: Sequence[Draft]) -> list[Draft]:
     """One draft a role, in the file's order. Further nodes of a role have the same command, or the difference is noted."""
     kept: dict[str, Draft] = {}
@@ -102,7 +119,13 @@ def _by_role(drafts: Sequence[Draft]) -> list[Draft]:
         first = kept.setdefault(each.name, each)
         if first is each:
             continue
-        for kind, ours, theirs in (("--", first.args, each.args), ("", first.env, each.env), ("ep.", first.ep, each.ep)):
+        images = ({"image": str(first.image)}, {"image": str(each.image)})
+        for kind, ours, theirs in (
+            ("", *images),
+            ("--", first.args, each.args),
+            ("", first.env, each.env),
+            ("ep.", first.ep, each.ep),
+        ):
             for key in sorted({*ours, *theirs} - {"api-server-count"}):
                 if ours.get(key) != theirs.get(key):
                     why = "two commands of one role differ; the first one's value is rendered for every node"
@@ -116,7 +139,7 @@ def _by_role(drafts: Sequence[Draft]) -> list[Draft]:
 
 def _document(
     drafts: Sequence[Draft],
-    pods: manifest.Pods | None,
+    pods: Pods | None,
     name: str,
     preset: str | None,
     topology: str | None,
@@ -144,18 +167,11 @@ def _document(
         host, port = first.listens
         router = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
         document |= {"router": router} if router else {}
-    packages = {each.engine: table(each.engine, None).version for each in drafts}
-    target: dict[str, Any] = {"kind": pods.kind if pods else "shell", "image": {"packages": packages}}
-    if pods:
-        target["image"] = {"name": pods.image, "packages": packages} if pods.image else {"packages": packages}
-        granted = {
-            "shm": _size(pods.shm),
-            "rdma": pods.rdma,
-            "capabilities": pods.capabilities,
-            "host_network": pods.host_network,
-        }
-        target["pod"] = {key: value for key, value in granted.items() if value}
+    target: dict[str, Any] = {"kind": pods.kind if pods else "shell"}
+    if pods and (granted := pods.granted()):
+        target["pod"] = granted
     document["target"] = target
+    notes += set_images(document, drafts)
     return document
 
 
@@ -187,17 +203,10 @@ def _letters(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text.lower())
 
 
-def _name(pods: manifest.Pods | None, found: Sequence[Launch]) -> str:
+def _name(pods: Pods | None, found: Sequence[Launch]) -> str:
     hint = found[0].hints[0] if pods and found[0].hints else "migrated"
     plain = re.sub(r"[^a-z0-9-]+", "-", re.sub(r"-?(prefill|decode)(-main)?", "", hint.lower())).strip("-")
     return plain if re.match(r"[a-z]", plain) else "migrated"
-
-
-def _size(quantity: str | None) -> str | None:
-    """A Kubernetes quantity in the file's units."""
-    if quantity is None:
-        return None
-    return re.sub(r"(?<=\d)([KMG]i?)$", r"\1B", quantity)
 
 
 def _capacities(document: dict[str, Any]) -> list[Note]:
@@ -207,7 +216,10 @@ def _capacities(document: dict[str, Any]) -> list[Note]:
         ep = document["roles"][view.name]["ep"]
         given, need = ep.get("max_tokens"), _need(view)
         if given is None:
-            notes.append(Note("added", view.name, "ep.max_tokens", str(need), "what the engine's own limits admit in a step"))
+            why = "what the engine's own limits admit in a step"
+            if _depends_on_gpu(view):
+                why += f" on GPUs of {ASSUMED_HBM // GIB} GiB; nothing tells what yours have, --topology does"
+            notes.append(Note("added", view.name, "ep.max_tokens", str(need), why))
         elif given < need:
             why = f"the engine's own limits admit {need} tokens a rank in a step"
             notes.append(Note("changed", view.name, f"{given} dispatch tokens a rank", f"ep.max_tokens: {need}", why))
@@ -221,6 +233,14 @@ def _need(view: RoleView) -> int:
     if view.role.engine == "sglang" and view.name == "decode" and not bounded:
         return DEEPEP_TOKENS
     return max(batch_limit(view.deployment, view.name, view.role), largest_bucket(view.role)[1])
+
+
+def _depends_on_gpu(view: RoleView) -> bool:
+    """Is the batch a default that would be another one on a larger GPU?"""
+    large = view.deployment.topology.model_copy(update={"hbm": 1 << 40})
+    larger = view.deployment.model_copy(update={"topology": large})
+    limits = (batch_limit(made, view.name, view.role) for made in (view.deployment, larger))
+    return view.machine.hbm is None and len(set(limits)) > 1
 
 
 def as_rows(notes: Sequence[Note]) -> list[Mapping[str, str]]:

@@ -2,13 +2,17 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import JsonValue
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
+from ep_backend.deployment.migrate.notes import Said
 from ep_backend.deployment.migrate.shell import ASSIGNMENT, Command
+from ep_backend.deployment.words import REPEATED
 
 Engine = Literal["vllm", "sglang"]
 MODULES: tuple[tuple[str, Engine], ...] = (
@@ -18,6 +22,8 @@ MODULES: tuple[tuple[str, Engine], ...] = (
     ("dynamo.vllm", "vllm"),
 )
 PROGRAMS: dict[str, Engine] = {"sglang": "sglang", "vllm": "vllm"}
+LEVEL = "optimization-level"
+CONTAINERS = ("docker", "podman", "nerdctl")
 # Other spellings of a flag, by the one that this package uses.
 ALIASES: dict[Engine, dict[str, str]] = {
     "sglang": {
@@ -47,7 +53,11 @@ ALIASES: dict[Engine, dict[str, str]] = {
         "q": "quantization",
         "n": "nnodes",
         "r": "node-rank",
+        "dcp": "decode-context-parallel-size",
+        "pcp": "prefill-context-parallel-size",
+        "dc": "diffusion-config",
         "cc": "compilation-config",
+        "O": LEVEL,
         "sc": "speculative-config",
         "ac": "attention-config",
     },
@@ -57,7 +67,8 @@ FLAG = re.compile(r"--?[A-Za-z][\w.-]*")
 
 @dataclass
 class Launch:
-    """One launch. `program` is what its words begin with; `hints` are names near it that may tell the model or the role."""
+    """One launch. `program` is what its words begin with; `hints` are names near it that may tell the model or the role;
+    `said` is what became of words that `flags` does not hold as they were given."""
 
     engine: Engine
     program: str
@@ -65,9 +76,12 @@ class Launch:
     env: dict[str, str]
     before: list[str] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
+    image: str | None = None
+    said: list[Said] = field(default_factory=list)
 
 
-def launches(found: Sequence[Command]) -> Iterator[Launch]:
+def launches(found: Sequence[Command], file: Callable[[str], str | None] = lambda path: None) -> Iterator[Launch]:
+    """`file`: the text of a file that a command names, None if it cannot be reached."""
     for command in found:
         at = _engine_at(command.words)
         if at is None:
@@ -79,7 +93,10 @@ def launches(found: Sequence[Command]) -> Iterator[Launch]:
             if given := ASSIGNMENT.fullmatch(word.removeprefix("--env=")):
                 env[given[1]] = given[2]
         before = [word for word in before if not ASSIGNMENT.fullmatch(word.removeprefix("--env="))]
-        yield Launch(engine, command.words[first], flags_of(engine, command.words[after:]), env, before)
+        flags, said = _flags(engine, command.words[after:])
+        launch = Launch(engine, command.words[first], flags, env, before, image=_image(before), said=said)
+        _take_config(launch, file)
+        yield launch
 
 
 def _engine_at(words: Sequence[str]) -> tuple[Engine, int, int] | None:
@@ -96,24 +113,115 @@ def _engine_at(words: Sequence[str]) -> tuple[Engine, int, int] | None:
     return None
 
 
-def flags_of(engine: Engine, words: Sequence[str]) -> dict[str, JsonValue]:
-    """Flags by their whole names without dashes. A word before the first flag is the model, as in `vllm serve MODEL`."""
-    flags: dict[str, JsonValue] = {}
+def _image(before: Sequence[str]) -> str | None:
+    """The image that a container is started from, in the words before the engine's program."""
+    for word in before:
+        if word.startswith("--container-image="):
+            return word.partition("=")[2]
+    return before[-1] if before[:1] and before[0].rpartition("/")[2] in CONTAINERS else None
+
+
+def _flags(engine: Engine, words: Sequence[str]) -> tuple[dict[str, JsonValue], list[Said]]:
+    """Flags by their whole names without dashes, `--flag.key value` as mappings; and what of them the engine would not take."""
+    flags, nested, said = dict[str, JsonValue](), dict[str, dict[str, Any]](), list[Said]()
+
+    def replaced(flag: str, value: JsonValue) -> None:
+        said.append(("left out", spelt(flag, value), "", "it is given again, and the engine takes the last"))
+
+    for name, values in _given(engine, words):
+        flag, dot, path = name.partition(".")
+        value = _value(values)
+        if flag == LEVEL and (dot or isinstance(value, dict)):
+            flag = "compilation-config"
+            said.append(("changed", spelt(f"-O{dot}{path}", value), f"args.{flag}", "the engine renamed it"))
+        if dot:
+            _nest(nested.setdefault(flag, {}), path, values)
+        elif flag in REPEATED and flag in flags:
+            before = flags[flag]
+            flags[flag] = [*(before if isinstance(before, list) else [before]), value]
+        else:
+            if flag in flags and flags[flag] != value:
+                replaced(flag, flags[flag])
+            flags[flag] = value
+    for flag, mapping in nested.items():
+        if flag in flags:
+            replaced(flag, flags[flag])
+        flags[flag] = mapping
+    return _model_first(flags), said
+
+
+def _model_first(flags: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    return {"model-path": flags["model"], **{k: v for k, v in flags.items() if k != "model"}} if "model" in flags else flags
+
+
+def _given(engine: Engine, words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each flag with its values. A word before the first flag is the model, as in `vllm serve MODEL`."""
     name, values = "model", list[str]()
     for word in words:
-        if FLAG.match(word):
-            if values or name != "model":
-                flags[name] = _value(values)
-            key, equals, value = word.partition("=")
-            key = key.lstrip("-").replace("_", "-") if "." not in key else key.lstrip("-")
-            name, values = ALIASES[engine].get(key, key), [value] if equals else []
-        else:
+        if not FLAG.match(word):
             values.append(word)
+            continue
+        if values or name != "model":
+            yield name, values
+        key, equals, value = word.partition("=")
+        if engine == "vllm" and (level := re.fullmatch(r"-O(\w+)", key)):
+            name, values = LEVEL, [level[1]]
+        else:
+            name, values = _whole(engine, key), [value] if equals else []
     if values or name != "model":
-        flags[name] = _value(values)
-    if "model" in flags:
-        flags = {"model-path": flags.pop("model"), **flags}
-    return flags
+        yield name, values
+
+
+def _whole(engine: Engine, key: str) -> str:
+    name, dot, path = key.lstrip("-").partition(".")
+    name = name.replace("_", "-")
+    return ALIASES[engine].get(name, name) + dot + path
+
+
+def _nest(mapping: dict[str, Any], path: str, words: Sequence[str]) -> None:
+    """Puts the value of `--flag.a.b value` to its place; `--flag.a+ value` adds to a list."""
+    *outer, last = path.removesuffix("+").split(".")
+    for key in outer:
+        if not isinstance(mapping.get(key), dict):
+            mapping[key] = {}
+        mapping = mapping[key]
+    if path.endswith("+"):
+        held = mapping.get(last)
+        mapping[last] = [*(held if isinstance(held, list) else []), *(each for word in words for each in word.split(","))]
+        return
+    try:
+        mapping[last] = json.loads(" ".join(words))
+    except ValueError:
+        mapping[last] = _value(words)
+
+
+def _take_config(launch: Launch, file: Callable[[str], str | None]) -> None:
+    """Takes the flags of a `--config` file; those of the command line go before them, as in both engines."""
+    path = launch.flags.pop("config", None)
+    if path is None:
+        return
+    text = file(str(path))
+    try:
+        keys = YAML(typ="safe").load(text) if text is not None else None
+    except YAMLError:
+        keys = None
+    if not isinstance(keys, Mapping):
+        why = "it could not be read here" if text is None else "it is no mapping in YAML"
+        launch.said.append(("left out", spelt("config", path), "", f"{why}; write its keys under the role's args"))
+        return
+    launch.said.append(("changed", spelt("config", path), "args", "its keys are those of the command line"))
+    own = {_whole(launch.engine, str(key)): _scalar(each) if isinstance(each, str) else each for key, each in keys.items()}
+    own = _model_first(own)
+    for flag in sorted(own.keys() & launch.flags.keys()):
+        if own[flag] != launch.flags[flag]:
+            launch.said.append(("left out", f"{spelt(flag, own[flag])} of {path}", "", "the command line says otherwise"))
+    launch.flags = own | launch.flags
+
+
+def spelt(flag: str, value: JsonValue) -> str:
+    """The flag as a person would write it."""
+    dashed = flag if flag.startswith("-") else f"--{flag}"
+    return dashed if value is True else f"{dashed} {json.dumps(value) if isinstance(value, dict) else value}"
 
 
 def _value(words: Sequence[str]) -> JsonValue:

@@ -17,5 +17,9 @@ class Note:
     why: str
 
 
+Said = tuple[Kind, str, str, str]
+"""A note before its role is known: kind, what, became, why."""
+
+
 class Unmovable(Exception):
     """What was given cannot become a deployment; names the value, the rule and the fix."""

@@ -6,7 +6,8 @@ from typing import Any, get_args
 
 from pydantic import JsonValue
 
-from ep_backend.deployment.migrate.launches import Engine, Launch
+from ep_backend.deployment.flags import EXTRA, LEASE, NIXL, further_transfer
+from ep_backend.deployment.migrate.launches import Engine, Launch, spelt
 from ep_backend.deployment.migrate.notes import Kind, Note, Unmovable
 from ep_backend.deployment.schema import HOST, ModeName, RoleName
 
@@ -28,6 +29,13 @@ CAPACITY = {
     "sglang": ("SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"),
     "vllm": (),
 }
+DYNAMO_ROLES: dict[str, RoleName] = {"is-prefill-worker": "prefill", "is-decode-worker": "decode"}
+# Keys of --kv-transfer-config that are not carried, and why.
+TRANSFER_LOST = {
+    "kv_buffer_device": "topology.device decides it",
+    **dict.fromkeys(("engine_id", "kv_port"), "the engine chooses it where it is started"),
+    **dict.fromkeys(("kv_ip", "kv_rank", "kv_parallel_size", "kv_buffer_size"), "today's engine has no such key"),
+}
 VLLM_MODES = {"deepep_high_throughput": "normal", "deepep_low_latency": "low_latency"}
 
 
@@ -46,6 +54,7 @@ class Draft:
     env: dict[str, str] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     listens: tuple[str | None, int | None] = (None, None)
+    image: str | None = None
 
     @property
     def ranks(self) -> int:
@@ -60,10 +69,14 @@ class Draft:
 
 
 def draft(launch: Launch, role: RoleName | None) -> Draft:
-    """The role of a launch. `role`: which one, where the command cannot tell. Raises Unmovable."""
+    """The role of a launch. `role`: which one, where the command does not tell. Raises Unmovable."""
     flags = dict(launch.flags)
-    name = _role(launch, flags, role)
-    made = Draft(name, launch.engine, 1, 1, "", "", env=dict(launch.env))
+    name = told_role(launch) or role or _guessed_role(launch)
+    for flag in ("disaggregation-mode", *DYNAMO_ROLES):
+        flags.pop(flag, None)
+    made = Draft(name, launch.engine, 1, 1, "", "", env=dict(launch.env), image=launch.image)
+    for said in launch.said:
+        made.note(*said)
     model = flags.pop("model-path", None)
     if not isinstance(model, str):
         raise Unmovable(f"the {launch.engine} command names no model; add {_model_flag(launch.engine)} PATH_OR_ID")
@@ -76,7 +89,7 @@ def draft(launch: Launch, role: RoleName | None) -> Draft:
     made.listens = (str(host) if named else None, port if isinstance(port, int) else None)
     for flag in PLACES[launch.engine]:
         if flag in flags and not (name == "unified" and flag in ("host", "port") and flags[flag] in made.listens):
-            made.note("left out", _spelt(flag, flags[flag]), "", "`up` and `render` set it where it is started")
+            made.note("left out", spelt(flag, flags[flag]), "", "`up` and `render` set it where it is started")
         flags.pop(flag, None)
     for variable in CAPACITY[launch.engine]:
         if variable in made.env:
@@ -88,10 +101,10 @@ def draft(launch: Launch, role: RoleName | None) -> Draft:
         if old in flags:
             value = flags.pop(old)
             if old in DECODE_GRAPHS and name == "prefill":
-                made.note("left out", _spelt(old, value), "", "sizes of decode graphs, which a prefill role does not capture")
+                made.note("left out", spelt(old, value), "", "sizes of decode graphs, which a prefill role does not capture")
             else:
                 flags[new] = value
-                made.note("changed", _spelt(old, value), f"args.{new}", "the engine renamed it")
+                made.note("changed", spelt(old, value), f"args.{new}", "the engine renamed it")
     made.args |= flags
     if launch.before:
         made.note("left out", " ".join(launch.before), "", "what came before the engine's program is the target's")
@@ -106,7 +119,7 @@ def _sglang(made: Draft, flags: dict[str, JsonValue]) -> None:
         attention = attention or replicas
     elif replicas not in (None, 1):
         why = "without --enable-dp-attention these are independent replicas; start the deployment that many times"
-        made.note("left out", _spelt("dp-size", replicas), "", why)
+        made.note("left out", spelt("dp-size", replicas), "", why)
     made.data_parallel = _integer("--attn-dp-size", attention or 1)
     made.nodes = _integer("--nnodes", flags.pop("nnodes", 1))
     if tensor_parallel != made.data_parallel:
@@ -126,7 +139,7 @@ def _sglang(made: Draft, flags: dict[str, JsonValue]) -> None:
             made.ep["sms"] = sms
         made.note("changed", "--deepep-config", f"ep.sms: {sms}", "its buffer and chunk sizes have no counterpart here")
     elif config is not None:
-        made.note("left out", _spelt("deepep-config", config), "", "a file that is not here; its num_sms would be ep.sms")
+        made.note("left out", spelt("deepep-config", config), "", "a file that is not here; its num_sms would be ep.sms")
     if flags.pop("enable-two-batch-overlap", False):
         made.ep |= {"overlap": "tbo", "lanes": 2}
     redundant = flags.pop("ep-num-redundant-experts", None)
@@ -164,46 +177,66 @@ def _vllm(made: Draft, flags: dict[str, JsonValue]) -> None:
         if flags.pop(flag, False):
             why = "the leader's API servers spread requests over all ranks"
             made.note("left out", f"--{flag}", "", why)
-    transfer = flags.pop("kv-transfer-config", None)
-    connector = transfer.get("kv_connector") if isinstance(transfer, dict) else None
-    if transfer is not None and connector != "NixlConnector":
-        made.note("changed", f"KV connector {connector}", "NixlConnector", "the one that the router here speaks to")
+    _kv_transfer(made, flags.pop("kv-transfer-config", None))
     _redundant_experts(made, flags)
+
+
+def _kv_transfer(made: Draft, given: JsonValue) -> None:
+    """What the file does not decide of the transfer of KV blocks stays the engine's flag, which `engine_flags` completes."""
+    if not isinstance(given, dict):
+        return
+    connector, unified = given.get("kv_connector"), made.name == "unified"
+    if unified:
+        made.note("left out", f"KV connector {connector}", "", "a unified role moves no KV blocks")
+    elif connector != NIXL:
+        made.note("changed", f"KV connector {connector}", NIXL, "the one that the router here speaks to")
+    further, extra = further_transfer(given), given.get(EXTRA)
+    lost = [(key, given[key], why) for key, why in TRANSFER_LOST.items() if key in given]
+    further = {key: value for key, value in further.items() if key not in TRANSFER_LOST}
+    if isinstance(extra, dict) and LEASE in extra:
+        lost.append((f"{EXTRA}.{LEASE}", extra[LEASE], "control.flip_timeout_s and target.drain_timeout_s decide it"))
+    if unified or connector != NIXL:
+        lost += [(key, value, f"it is of {connector}") for key, value in further.items()]
+    elif further:
+        made.args["kv-transfer-config"] = further
+    for key, value, why in lost:
+        made.note("left out", spelt(f"kv-transfer-config.{key}", value), "", why)
 
 
 def _redundant_experts(made: Draft, flags: dict[str, JsonValue]) -> None:
     config = flags.get("eplb-config")
     old = flags.pop("num-redundant-experts", None)
-    dotted = flags.pop("eplb-config.num_redundant_experts", None)
-    given = config.get("num_redundant_experts") if isinstance(config, dict) else (old or dotted)
+    given = config.get("num_redundant_experts") if isinstance(config, dict) else old
     if given is None:
         return
     number = _integer("num_redundant_experts", given, least=0)
     flags["eplb-config"] = {**(config if isinstance(config, dict) else {}), "num_redundant_experts": number}
     made.ep["redundant_experts"] = number
     if old is not None:
-        made.note("changed", _spelt("num-redundant-experts", old), "args.eplb-config", "the engine renamed it")
+        made.note("changed", spelt("num-redundant-experts", old), "args.eplb-config", "the engine renamed it")
 
 
-def _role(launch: Launch, flags: dict[str, JsonValue], given: RoleName | None) -> RoleName:
-    """prefill or decode as the command says it, else as its names or its backend suggest, else unified."""
-    said = flags.pop("disaggregation-mode", None)
-    for name in ("prefill", "decode"):  # Dynamo's
-        said = name if flags.pop(f"is-{name}-worker", False) else said
-    if given is not None:
-        return given
-    transfer = flags.get("kv-transfer-config")
+def told_role(launch: Launch) -> RoleName | None:
+    """prefill or decode where the command itself says it. Raises Unmovable."""
+    said = launch.flags.get("disaggregation-mode")
+    said = next((name for flag, name in DYNAMO_ROLES.items() if launch.flags.get(flag)), said)
+    transfer = launch.flags.get("kv-transfer-config")
     if transfer is not None and not isinstance(transfer, dict):
         raise Unmovable(f"--kv-transfer-config is {transfer!r}, must be a JSON object; quote it as '{{\"kv_connector\": ...}}'")
     part = transfer.get("kv_role") if isinstance(transfer, dict) else None
     if said in ("prefill", "decode"):
         return "prefill" if said == "prefill" else "decode"
-    if part in ("kv_producer", "kv_consumer"):
-        return "prefill" if part == "kv_producer" else "decode"
+    return {"kv_producer": "prefill", "kv_consumer": "decode"}.get(str(part))  # type: ignore[return-value]
+
+
+def _guessed_role(launch: Launch) -> RoleName:
+    """The role that names or the backend suggest; unified where nothing moves KV blocks."""
+    transfer = launch.flags.get("kv-transfer-config")
+    part = transfer.get("kv_role") if isinstance(transfer, dict) else None
     if part is None:
         return "unified"
     names = " ".join(launch.hints).lower()
-    backend = str(flags.get("all2all-backend") or launch.env.get("VLLM_ALL2ALL_BACKEND"))
+    backend = str(launch.flags.get("all2all-backend") or launch.env.get("VLLM_ALL2ALL_BACKEND"))
     for name in ("prefill", "decode"):
         if name in names and ({"prefill": "decode", "decode": "prefill"}[name] not in names):
             return "prefill" if name == "prefill" else "decode"
@@ -222,7 +255,3 @@ def _integer(name: str, value: JsonValue, least: int = 1) -> int:
         rule = f"must be a whole number of at least {least}; write it, or set the variable before the command"
         raise Unmovable(f"{name} is {value!r}, {rule}")
     return number
-
-
-def _spelt(flag: str, value: JsonValue) -> str:
-    return f"--{flag}" if value is True else f"--{flag} {value}"

@@ -125,7 +125,9 @@ def _scan(text: str) -> tuple[list[tuple[int, str]], list[str]]:
     documents: list[re.Pattern[str]] = []
     while at < len(text):
         char = text[at]
-        if char == "\\" and quote != "'":
+        if char == "\\" and quote == '"' and text[at + 1 : at + 2] in ("$", "`"):
+            piece, at = piece + text[at + 1], at + 2
+        elif char == "\\" and quote != "'":
             if continued := (QUOTED_CONTINUATION if quote else CONTINUATION).match(text, at):
                 piece, at, line = f"{piece} " if not quote else piece, continued.end(), line + 1
             else:

@@ -52,7 +52,10 @@ def disaggregated_set(deployment: Deployment, roles: Sequence[RoleFiles]) -> str
 
 def _manifest(deployment: Deployment, roles: Sequence[RoleFiles], sets: Sequence[Object]) -> str:
     files = [file for part in roles for file in _configuration(deployment, part)]
-    return HEADER + as_yaml(*files, *sets, *_addresses(deployment, roles))
+    objects = [*files, *sets, *_addresses(deployment, roles)]
+    if namespace := deployment.target.pod.namespace:
+        objects = [each | {"metadata": {**each["metadata"], "namespace": namespace}} for each in objects]
+    return HEADER + as_yaml(*objects)
 
 
 def _group(deployment: Deployment, part: RoleFiles) -> Object:
@@ -73,13 +76,19 @@ def _group(deployment: Deployment, part: RoleFiles) -> Object:
 
 def _pod(deployment: Deployment, part: RoleFiles, *, leader: bool) -> Object:
     target, pod, model = deployment.target, deployment.target.pod, source(deployment)
-    limits = {"nvidia.com/gpu": part.ranks_a_node} if deployment.topology.device == "cuda" else {}
+    limits: Object = {"nvidia.com/gpu": part.ranks_a_node} if deployment.topology.device == "cuda" else {}
+    if pod.memory:
+        limits["memory"] = _quantity(pod.memory)
     volumes: list[Object] = [
         {"name": "shm", "emptyDir": {"medium": "Memory", **({"sizeLimit": _quantity(pod.shm)} if pod.shm else {})}},
         {"name": "ep-backend", "projected": {"sources": _sources(deployment, part)}},
     ]
     mounts: list[Object] = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "ep-backend", "mountPath": MOUNT}]
-    if model.startswith("/"):
+    for number, volume in enumerate(pod.volumes):
+        name = f"volume-{number}"
+        volumes.append({"name": name, **volume.source})
+        mounts.append({"name": name, "mountPath": volume.mount, **({"readOnly": True} if volume.read_only else {})})
+    if model.startswith("/") and not any(f"{model}/".startswith(f"{volume.mount}/") for volume in pod.volumes):
         volumes.append({"name": "model", "hostPath": {"path": model, "type": "Directory"}})
         mounts.append({"name": "model", "mountPath": model, "readOnly": True})
     container: Object = {

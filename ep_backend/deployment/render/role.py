@@ -15,13 +15,14 @@ from ep_backend.deployment.rank_settings import rank_settings
 from ep_backend.deployment.render.text import HEADER, array, as_yaml, script
 from ep_backend.deployment.resolve import topology
 from ep_backend.deployment.schema import Deployment, Role, RoleName
+from ep_backend.deployment.words import REPEATED, flag_words
 
 LAUNCH, ENGINE, SETTINGS = "launch.sh", "engine.yaml", "settings.json"
 # The roles' ports do not meet, for both may run on one host.
 FIRST_PORT: dict[RoleName, int] = {"unified": 20000, "prefill": 20000, "decode": 22000}
 BOOTSTRAP, RENDEZVOUS, SIDE_CHANNEL, AGENTS = 50, 100, 400, 1000
-# Beside --headless vLLM refuses it.
-LEADER_ONLY = "api-server-count"
+# Of vLLM's API servers: beside --headless it refuses the first, and --config holds no flag twice.
+LEADER_ONLY = ("api-server-count", *REPEATED)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _engine(deployment: Deployment, name: RoleName, role: Role) -> tuple[dict[st
             flags["nnodes"] = role.nodes
     elif role.nodes > 1:
         flags |= {"data-parallel-size-local": role.data_parallel // role.nodes, "data-parallel-rpc-port": first + RENDEZVOUS}
-    return flags, {LEADER_ONLY: flags.pop(LEADER_ONLY)} if LEADER_ONLY in flags else {}
+    return flags, {flag: flags.pop(flag) for flag in LEADER_ONLY if flag in flags}
 
 
 def _as_mapping(value: JsonValue) -> JsonValue:
@@ -135,7 +136,7 @@ def _vllm(deployment: Deployment, name: RoleName, role: Role, port: int, leader:
     if name != "unified":
         channel = FIRST_PORT[name] + SIDE_CHANNEL
         env.append(f"export VLLM_NIXL_SIDE_CHANNEL_HOST=$ADDRESS VLLM_NIXL_SIDE_CHANNEL_PORT={channel}")
-    head = [f"--{flag} {shlex.quote(str(value))}" for flag, value in leader.items()]
+    head = [shlex.join(flag_words({flag: value})) for flag, value in leader.items()]
     address = _listen(deployment, name, port)
     command = ["serve", shlex.quote(source(deployment)), config]
     if role.nodes == 1:

@@ -61,7 +61,12 @@ def test_no_flag_or_variable_is_lost(case: Case) -> None:
 def test_drift_between_leader_and_worker_is_told() -> None:
     notes = [note for note in migrated(CASES["sglang-lws"]).notes if "differed" in note.why]
     assert [(note.role, note.what, note.became) for note in notes] == [
-        (role, "worker NVSHMEM_IB_TRAFFIC_CLASS 16", "absent") for role in ("prefill", "decode")
+        (role, *difference)
+        for role in ("prefill", "decode")
+        for difference in (
+            ("worker NVSHMEM_IB_TRAFFIC_CLASS 16", "absent"),
+            ("worker securityContext", "leader's securityContext"),
+        )
     ]
 
 
