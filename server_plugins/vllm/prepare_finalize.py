@@ -205,6 +205,8 @@ class EpStandard(EpPrepareAndFinalize):
     def _outgoing(self, a1: torch.Tensor, quant_config: Any) -> tuple[Any, None]:
         if self.payload != "fp8":
             return a1, None
+        if not len(a1):  # vLLM's kernel cannot be launched for no rows
+            return (a1.to(quant_config.quant_dtype), a1.new_empty((0, a1.size(1) // SCALE_GROUP), dtype=torch.float32)), None
         return moe_kernel_quantize_input(
             a1,
             quant_config.a1_scale,

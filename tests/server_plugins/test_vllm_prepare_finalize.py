@@ -140,13 +140,14 @@ def test_auto_decides_by_the_largest_batch_of_any_rank(ranks):
         assert {m: c["dispatches"] for m, c in counted.items()} == {"direct": 2, "normal": 1}
 
 
-def quantised_rows(world: World, mode: str, fp8: bool) -> Any:
+def quantised_rows(world: World, mode: str, fp8: bool, tokens: tuple[int, int]) -> Any:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
     import server_plugins.vllm.prepare_finalize as adapter
     from tests.server_plugins.layers import HIDDEN, Batch, Layer, finish
 
     def quantise(a: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        assert len(a), "a grid of no blocks"
         groups = a.float().view(-1, HIDDEN // 128, 128)
         scales = groups.abs().amax(-1).clamp(min=1e-4) / 448
         return (groups / scales[..., None]).view(-1, HIDDEN).to(torch.float8_e4m3fn), scales
@@ -158,7 +159,7 @@ def quantised_rows(world: World, mode: str, fp8: bool) -> Any:
     ):
         # vLLM's own runs on accelerators only.
         patch.setattr(adapter, "moe_kernel_quantize_input", quantise)
-        batch = Batch.make(world.rank, 8, torch.bfloat16)
+        batch = Batch.make(world.rank, tokens[world.rank], torch.bfloat16)
         rows, scales, _, _, _ = finish(layer.prepare(batch))
         (buffer,) = layer.manager.buffers
         finish(layer.finalize(batch, torch.zeros(rows.shape, dtype=torch.bfloat16)))
@@ -168,8 +169,9 @@ def quantised_rows(world: World, mode: str, fp8: bool) -> Any:
 
 @pytest.mark.parametrize("mode", ["direct", "normal", "low_latency", "hybrid"])
 @pytest.mark.parametrize("fp8", [True, False])
-def test_block_quantised_experts_get_fp8_rows(ranks, mode, fp8):
-    for seen in ranks(2).run(quantised_rows, mode, fp8, timeout=TIMEOUT_S):
+@pytest.mark.parametrize("tokens", [(8, 8), (8, 0)])
+def test_block_quantised_experts_get_fp8_rows(ranks, mode, fp8, tokens):
+    for seen in ranks(2).run(quantised_rows, mode, fp8, tokens, timeout=TIMEOUT_S):
         assert seen == {"rows": torch.float8_e4m3fn, "scales": True, "payloads": ["FP8" if fp8 else "BF16"]}
 
 
