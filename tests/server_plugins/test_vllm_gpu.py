@@ -1,0 +1,189 @@
+"""The vLLM plug-in with vLLM's real experts on a GPU: several processes against one without expert parallelism.
+
+Triton experts in bf16, DeepGEMM in FP8, their batched forms for the decode family. kernels/scripts/engine.sh runs this on a
+host that has no vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="these tests run vLLM's experts")
+
+import torch
+
+from tests.core.pool import World
+from tests.server_plugins.moe import DEEPSEEK_V3, TOKENS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(540)]
+
+TIMEOUT_S = 500.0  # the first calls import vLLM and compile its kernels
+MODES = ["normal", "direct", "low_latency", "hybrid"]
+DECODE = ["low_latency", "hybrid"]
+WORLDS = [pytest.param(2, 2, id="2"), pytest.param(4, 2, id="2x2")]
+EXPERTS = {  # by FP8 and decode family
+    (False, False): "TritonExperts",
+    (False, True): "BatchedTritonExperts",
+    (True, False): "TritonOrDeepGemmExperts",
+    (True, True): "BatchedDeepGemmExperts",
+}
+fp8_or_not = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+every_world = pytest.mark.parametrize(("size", "gpus_per_node"), WORLDS)
+
+
+def every_batch(world: World, mode: str, gpus_per_node: int, fp8: bool) -> dict[str, Any]:
+    from tests.server_plugins.moe import Batch, check, exact
+    from tests.server_plugins.vllm_gpu import Layer, weights
+
+    alone = Layer(world, DEEPSEEK_V3, fp8)
+    with Layer(world, DEEPSEEK_V3, fp8, ep=(mode, gpus_per_node)) as layer:
+        lost = []
+        for seed, tokens in enumerate(TOKENS):
+            batch = Batch.make(DEEPSEEK_V3, 10 * seed + world.rank, tokens[world.rank], world.device)
+            truth = exact(weights(world, DEEPSEEK_V3, fp8), batch.without_holes())
+            lost.append(check(layer.run(batch), alone.run(batch), truth, fp8))
+        (buffer,) = layer.manager.buffers
+        return {
+            "counted": buffer.stats()["modes"][mode],
+            "payloads": [p.name for p in buffer.config.payloads],
+            "experts": layer.experts,
+            "lost": lost,
+        }
+
+
+@every_world
+@fp8_or_not
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_one_process(ranks, size, gpus_per_node, fp8, mode):
+    for seen in ranks(size, "nvshmem").run(every_batch, mode, gpus_per_node, fp8, timeout=TIMEOUT_S):
+        print(
+            f"vllm {size} ranks {mode} {'fp8' if fp8 else 'bf16'} {seen['experts']}: lost {max(seen['lost']):.5f} of the norm"
+        )
+        assert seen["counted"]["dispatches"] == seen["counted"]["combines"] == len(TOKENS)
+        assert seen["payloads"] == ["FP8" if fp8 else "BF16"]
+        assert seen["experts"] == EXPERTS[fp8, mode in DECODE]
+
+
+def received(world: World, mode: str, gpus_per_node: int, fp8: bool) -> None:
+    from vllm.utils.deep_gemm import get_col_major_tma_aligned_tensor
+
+    from tests.server_plugins.moe import BLOCK, Batch, picks_of
+    from tests.server_plugins.vllm_gpu import Layer
+
+    shape, tokens = DEEPSEEK_V3, list(range(100, 100 + 7 * world.size, 7))
+    local, room = shape.experts // world.size, shape.limit * world.size
+    with Layer(world, shape, fp8, ep=(mode, gpus_per_node)) as layer:
+        batch = Batch.make(shape, world.rank, tokens[world.rank], world.device)
+        rows, scales, meta, ids, weights = layer.prepare(batch)
+        counts = meta.expert_num_tokens
+        assert rows.dtype == (torch.float8_e4m3fn if fp8 else torch.bfloat16) and rows.is_contiguous()
+        assert (counts.dtype, counts.device) == (torch.int32, rows.device)
+        assert torch.equal(counts.cpu().long(), picks_of(shape, list(range(world.size)), tokens, world.rank))
+        if mode in DECODE:
+            assert rows.shape == (local, room, shape.hidden) and ids is weights is None
+        else:
+            assert rows.shape[1] == shape.hidden and ids.shape == weights.shape == (len(rows), shape.top_k)
+            assert ids.dtype.is_signed and weights.dtype == torch.float32 and int(ids.min()) >= 0
+            mine = layer.expert_map[ids.long()]
+            assert torch.equal(torch.bincount(mine[mine >= 0], minlength=local).int(), counts)
+            assert not weights[mine < 0].any()
+        assert (scales is None) == (not fp8)
+        if fp8:
+            assert scales.dtype == torch.float32 and scales.shape == (*rows.shape[:-1], shape.hidden // BLOCK)
+            if mode in DECODE:  # the masked GEMM's own conversion finds nothing to do
+                assert scales.stride() == (room * scales.size(2), 1, room)
+                assert get_col_major_tma_aligned_tensor(scales).data_ptr() == scales.data_ptr()
+            else:  # permuted row by row before the contiguous GEMM
+                assert scales.is_contiguous()
+        out = layer.finalize(batch, torch.zeros(rows.shape, dtype=torch.bfloat16, device=world.device))
+        assert out.shape == batch.x.shape and not out.any()
+
+
+@every_world
+@fp8_or_not
+@pytest.mark.parametrize("mode", MODES)
+def test_the_experts_get_their_layout(ranks, size, gpus_per_node, fp8, mode):
+    ranks(size, "nvshmem").run(received, mode, gpus_per_node, fp8, timeout=TIMEOUT_S)
+
+
+def replayed(world: World, mode: str, gpus_per_node: int, fp8: bool) -> int:
+    """One graph of the largest batch, replayed with every size, and eager batches in between."""
+    from tests.server_plugins.moe import Batch, check, exact
+    from tests.server_plugins.vllm_gpu import Layer, weights
+
+    shape, every = DEEPSEEK_V3, weights(world, DEEPSEEK_V3, fp8)
+    alone = Layer(world, shape, fp8)
+    with torch.inference_mode(), Layer(world, shape, fp8, ep=(mode, gpus_per_node)) as layer:
+        static = Batch.make(shape, world.rank, shape.limit, world.device)
+        layer.run(static)  # compiles, and grows vLLM's workspace
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer.run(static)
+        for seed, tokens in enumerate(TOKENS * 2):
+            batch = Batch.make(shape, 10 * seed + world.rank, tokens[world.rank], world.device)
+            for there, new in zip(vars(static).values(), vars(batch.padded(shape.limit)).values(), strict=True):
+                there.copy_(new)
+            out.fill_(float("nan"))
+            graph.replay()
+            got = out[: len(batch.x)].clone()
+            assert not out[len(batch.x) :].any(), "rows of padding"
+            truth, one_process = exact(every, batch.without_holes()), alone.run(batch)
+            check(got, one_process, truth, fp8)
+            if seed % 3 == 0:
+                check(layer.run(batch), one_process, truth, fp8)
+        (buffer,) = layer.manager.buffers
+        assert buffer.failure() is None
+        return buffer.stats()["modes"][mode]["dispatches"]
+
+
+@every_world
+@fp8_or_not
+@pytest.mark.parametrize("mode", DECODE)
+def test_captured_equals_one_process(ranks, size, gpus_per_node, fp8, mode):
+    replays = 2 * len(TOKENS)
+    for dispatches in ranks(size, "nvshmem").run(replayed, mode, gpus_per_node, fp8, timeout=TIMEOUT_S):
+        assert dispatches == 1 + replays + replays // 3
+
+
+def two_micro_batches(world: World, mode: str, gpus_per_node: int, fp8: bool, captured: bool) -> None:
+    from tests.server_plugins.moe import Batch, check, exact
+    from tests.server_plugins.vllm_gpu import Layer, MicroBatches, weights
+
+    shape, every = DEEPSEEK_V3, weights(world, DEEPSEEK_V3, fp8)
+    alone = Layer(world, shape, fp8)
+
+    def right(batches: list[Batch], outputs: list[torch.Tensor]) -> None:
+        for batch, out in zip(batches, outputs, strict=True):
+            check(out[: len(batch.x)], alone.run(batch), exact(every, batch.without_holes()), fp8)
+
+    with torch.inference_mode(), Layer(world, shape, fp8, ep=(mode, gpus_per_node), lanes=2) as layer:
+        pairs = []
+        for seed in range(len(TOKENS)):
+            tokens = [TOKENS[seed][: world.size], TOKENS[seed - 1][: world.size]]
+            seeds = (20 * seed + world.rank, 20 * seed + 10 + world.rank)
+            pairs.append([Batch.make(shape, s, t[world.rank], world.device) for s, t in zip(seeds, tokens, strict=True)])
+            right(pairs[-1], MicroBatches(layer, pairs[-1], tokens).run())
+        if not captured:
+            return
+        static = [Batch.make(shape, n, shape.limit, world.device) for n in range(2)]
+        full = [(shape.limit,) * world.size] * 2
+        MicroBatches(layer, static, full).run()
+        graph = torch.cuda.CUDAGraph()
+        outputs = MicroBatches(layer, static, full).run(graph)
+        for batches in pairs:
+            for to, batch in zip(static, batches, strict=True):
+                for there, new in zip(vars(to).values(), vars(batch.padded(shape.limit)).values(), strict=True):
+                    there.copy_(new)
+            graph.replay()
+            torch.cuda.synchronize()
+            right(batches, outputs)
+
+
+@every_world
+@fp8_or_not
+@pytest.mark.parametrize("mode", MODES)
+def test_two_micro_batches_alternate(ranks, size, gpus_per_node, fp8, mode):
+    ranks(size, "nvshmem").run(two_micro_batches, mode, gpus_per_node, fp8, mode in DECODE, timeout=TIMEOUT_S)
