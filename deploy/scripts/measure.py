@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import time
@@ -55,6 +56,13 @@ UNIFORM = {
     "vllm": {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"},
     "sglang": {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1"},
 }
+# Python's side of a trace would slow what is measured.
+LEAN_PROFILE = {
+    "profiler": "torch",
+    "torch_profiler_with_stack": False,
+    "torch_profiler_dump_cuda_time_total": False,
+    "ignore_frontend": True,
+}
 QUALIFIED = 0.9  # least share of positions whose reference is sure of its token
 MARGIN = 4.0  # sure: the two best are further apart than so many times the noise
 SHORT, LONG = 32, 160  # tokens of an answer; the difference of both is steps alone
@@ -68,6 +76,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 File = Annotated[Path, typer.Argument(help="a deployment with a unified role", show_default=False)]
 Out = Annotated[Path, typer.Option(help="the JSON to write")]
 Modes = Annotated[str, typer.Option(help="the mode to start with, and those to flip to, with commas; default: the file's")]
+Seconds = Annotated[int, typer.Option(help="give up after so long, with what there is, and stop the engine", min=1)]
 Model = Annotated[Path | None, typer.Option(help="a checkpoint instead of the one that would be written")]
 
 
@@ -99,8 +108,10 @@ def equality(
     model: Model = None,
     reference: Annotated[Path | None, typer.Option(help="an earlier result, whose reference is taken")] = None,
     tokens: Annotated[int, typer.Option(help="of each answer", min=1)] = 64,
+    seconds: Seconds = 540,
 ) -> None:
     """Fails if a token differs where the reference is sure of it."""
+    _give_up_after(seconds)
     folder = _folder(out)
     path = model or folder / "checkpoint"
     if model is None:
@@ -125,6 +136,7 @@ def equality(
                 entry["flip"] = flip(served, document, folder, mode)
                 found = answers(served, prompts, tokens, at_once=len(prompts))
                 entry |= judge(first, again, found) | {"ranks": _executed(served, mode)}
+                _save(result, out)
                 print(f"{mode}: {json.dumps({key: value for key, value in entry.items() if key != 'ranks'})}", flush=True)
     except Exception as error:
         result["error"] = f"{type(error).__name__}: {error}"
@@ -143,8 +155,10 @@ def timing(
     sequences: Annotated[str, typer.Option(help="requests at once, a rank")] = "128,64,32",
     windows: Annotated[int, typer.Option(min=1)] = 3,
     profile: Annotated[bool, typer.Option(help="with a profile at the end of each mode")] = True,
+    seconds: Seconds = 540,
 ) -> None:
     """Windows of requests at once on one start; a step is what a longer answer takes more, a token."""
+    _give_up_after(seconds)
     folder = _folder(out)
     path = model or folder / "shape"
     engine = _role(_document(file, path))["engine"]
@@ -155,8 +169,8 @@ def timing(
     _role(document)["env"] |= UNIFORM[engine]
     traces = folder / "traces"
     if profile and engine == "vllm":
-        _role(document)["args"]["profiler-config"] = {"profiler": "torch", "torch_profiler_dir": str(traces)}
-    if engine == "sglang" and not own:
+        _role(document)["args"]["profiler-config"] = {**LEAN_PROFILE, "torch_profiler_dir": str(traces)}
+    if engine == "sglang":
         _role(document)["ep"]["fp8"] = True
     wanted = [OWN[engine][1]] if own else _modes(modes, document)
     if not own:
@@ -180,6 +194,7 @@ def timing(
                     entry["profile"] = profiled(served, traces)
                 if not own:
                     entry["ranks"] = _executed(served, mode)
+                _save(result, out)
     except Exception as error:
         result["error"] = f"{type(error).__name__}: {error}"
     _finish(result, out, folder)
@@ -398,6 +413,7 @@ def profiled(served: Served, traces: Path) -> dict[str, Any]:
     deadline, found = time.monotonic() + 60.0, []
     while time.monotonic() < deadline and not (found := sorted(p for p in traces.rglob("*.json*") if p.stat().st_size)):
         time.sleep(1.0)
+    time.sleep(3.0)  # the last one may still be written
     for path in found:
         text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         if kernels := [e for e in json.loads(text)["traceEvents"] if e.get("cat") == "kernel"]:
@@ -526,13 +542,28 @@ def _since(result: dict[str, Any]) -> float:
 
 
 def _finish(result: dict[str, Any], out: Path, folder: Path) -> None:
-    result["seconds"] = _since(result)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    signal.alarm(0)
+    _save(result, out)
     if "error" in result:
         print(result["error"])
     for log in folder.glob("*.log"):
         shutil.copy(log, out.with_name(f"{out.stem}-{log.name}"))
+
+
+def _save(result: dict[str, Any], out: Path) -> None:
+    result["seconds"] = _since(result)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _give_up_after(seconds: int) -> None:
+    """An engine that outlives this process would keep the GPUs."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"not done after {seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
 
 
 def _keep_logs(source: Path, folder: Path) -> None:
