@@ -15,6 +15,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     JsonValue,
     WithJsonSchema,
+    field_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -28,11 +29,14 @@ Engine = Literal["vllm", "sglang"]
 TargetKind = Literal["local", "shell", "slurm", "lws", "disaggregatedset"]
 NAME, ENV_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$", r"^[A-Za-z_][A-Za-z0-9_]*$"
 HOST, HCA = r"^[A-Za-z0-9._:%-]+$", r"^[A-Za-z0-9_.-]+(:[1-9][0-9]*)?$"
+MOUNT, NAMESPACE = r"^/.*[^/]$", r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
 PATTERNS = {
     NAME: "1 to 63 of a-z, 0-9, `.`, `_` and `-`, the first a letter or digit",
     ENV_NAME: "letters, digits and `_`, the first no digit",
     HOST: "a host name or an address",
     HCA: "a device such as mlx5_0, or mlx5_0:1 with its port",
+    MOUNT: "a path that begins with `/` and does not end with it",
+    NAMESPACE: "1 to 63 of a-z, 0-9 and `-`, the first and last a letter or digit",
 }
 """What texts of these forms are, in words."""
 Name = Annotated[str, Field(pattern=NAME)]
@@ -250,10 +254,14 @@ class Control(Strict):
     flip_timeout_s: float = Field(default=30.0, gt=0, description="how long a change of mode may take before it is abandoned")
 
 
+RENDERED_MOUNTS = ("/dev/shm", "/etc/ep-backend")
+"""Where render mounts memory, and the files of a role."""
+
+
 class Volume(Strict):
     """A volume that every pod of the engines mounts."""
 
-    mount: Annotated[str, Field(pattern=r"^/.*[^/]$", description="a folder in the container")]
+    mount: Annotated[str, Field(pattern=MOUNT, description="a folder in the container")]
     source: dict[str, JsonValue] = Field(
         min_length=1, max_length=1, description="as Kubernetes spells it, as {persistentVolumeClaim: {claimName: models}}"
     )
@@ -263,7 +271,7 @@ class Volume(Strict):
 class Pod(Strict):
     """What a Kubernetes manifest or sbatch grants each worker."""
 
-    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")] | None = None
+    namespace: Annotated[str, Field(pattern=NAMESPACE)] | None = None
     shm: Bytes | None = Field(default=None, description="size of /dev/shm")
     memory: Bytes | None = Field(default=None, description="limit of a container's memory, /dev/shm included")
     rdma: dict[str, Positive] = Field(default={}, description="RDMA resources a node, for example {rdma/ib: 8}")
@@ -272,6 +280,16 @@ class Pod(Strict):
     volumes: list[Volume] = Field(
         default=[], description="a model's path below none of them is mounted from the folder of that name of each node"
     )
+
+    @field_validator("volumes")
+    @classmethod
+    def _each_mount_once(cls, volumes: list[Volume]) -> list[Volume]:
+        taken = [*RENDERED_MOUNTS]
+        for volume in volumes:
+            if volume.mount in taken:
+                raise PydanticCustomError("mount", "has two volumes at {path}, must have one", {"path": volume.mount})
+            taken.append(volume.mount)
+        return volumes
 
 
 class Target(Strict):

@@ -13,8 +13,8 @@ from ep_backend.deployment.load import read as read_file
 from ep_backend.deployment.migrate import manifest
 from ep_backend.deployment.migrate.images import set_images
 from ep_backend.deployment.migrate.launches import Launch, launches
-from ep_backend.deployment.migrate.notes import Note, Unmovable
-from ep_backend.deployment.migrate.pods import Pods, shown
+from ep_backend.deployment.migrate.notes import Note, Unmovable, shown
+from ep_backend.deployment.migrate.pods import Pods
 from ep_backend.deployment.migrate.repair import checked, repaired
 from ep_backend.deployment.migrate.roles import Draft, draft, told_role
 from ep_backend.deployment.migrate.shell import Unreadable, commands
@@ -85,7 +85,7 @@ def migrate(
 
 def _launches(where: str, text: str) -> list[Launch]:
     try:
-        found = list(launches(commands(text), _reachable(where)))
+        found = launches(commands(text), _reachable(where))
     except Unreadable as error:
         raise Unmovable(f"{where}: {error}") from None
     if not found:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from pydantic import JsonValue
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from ep_backend.deployment.migrate.notes import Said
+from ep_backend.deployment.migrate.notes import Said, shown
 from ep_backend.deployment.migrate.shell import ASSIGNMENT, Command
 from ep_backend.deployment.words import REPEATED
 
@@ -21,8 +22,12 @@ MODULES: tuple[tuple[str, Engine], ...] = (
     ("vllm.entrypoints.openai.api_server", "vllm"),
     ("dynamo.vllm", "vllm"),
 )
+# Images whose entry point is the engine's server: flags follow the image.
+ENTRY_POINTS = re.compile(r"(?:.*/)?vllm-openai(?:[:@].*)?")
 PROGRAMS: dict[str, Engine] = {"sglang": "sglang", "vllm": "vllm"}
 LEVEL = "optimization-level"
+# Commands that change nothing that an engine sees.
+SILENT = ("cd", "echo", "set", "sleep", "wait", "trap", "true", "if", "fi", "for", "while", "done", "[", "[[", "}")
 CONTAINERS = ("docker", "podman", "nerdctl")
 # Other spellings of a flag, by the one that this package uses.
 ALIASES: dict[Engine, dict[str, str]] = {
@@ -80,11 +85,14 @@ class Launch:
     said: list[Said] = field(default_factory=list)
 
 
-def launches(found: Sequence[Command], file: Callable[[str], str | None] = lambda path: None) -> Iterator[Launch]:
+def launches(found: Sequence[Command], file: Callable[[str], str | None] = lambda path: None) -> list[Launch]:
     """`file`: the text of a file that a command names, None if it cannot be reached."""
+    started, others = list[Launch](), list[Said]()
     for command in found:
         at = _engine_at(command.words)
         if at is None:
+            if command.words[0] not in SILENT:
+                others.append(("left out", shown(shlex.join(command.words)), "", "it starts no engine"))
             continue
         engine, first, after = at
         env = dict(command.env)
@@ -94,9 +102,14 @@ def launches(found: Sequence[Command], file: Callable[[str], str | None] = lambd
                 env[given[1]] = given[2]
         before = [word for word in before if not ASSIGNMENT.fullmatch(word.removeprefix("--env="))]
         flags, said = _flags(engine, command.words[after:])
-        launch = Launch(engine, command.words[first], flags, env, before, image=_image(before), said=said)
+        program = command.words[first]
+        image = program if ENTRY_POINTS.fullmatch(program) else _image(before)
+        launch = Launch(engine, program, flags, env, before, image=image, said=said)
         _take_config(launch, file)
-        yield launch
+        started.append(launch)
+    if started:
+        started[0].said += others
+    return started
 
 
 def _engine_at(words: Sequence[str]) -> tuple[Engine, int, int] | None:
@@ -110,6 +123,8 @@ def _engine_at(words: Sequence[str]) -> tuple[Engine, int, int] | None:
             return PROGRAMS[program], index, index + 2
         if word.endswith("sglang/launch_server.py"):
             return "sglang", index, index + 1
+        if ENTRY_POINTS.fullmatch(word) and words[index + 1 : index + 2] and FLAG.match(words[index + 1]):
+            return "vllm", index, index + 1
     return None
 
 

@@ -130,7 +130,9 @@ def _pod(
     for container in map(mapping, items(pod.get("containers"))):
         entries = [mapping(entry) for entry in items(container.get("env"))]
         env = {str(entry.get("name")): str(entry["value"]) for entry in entries if "value" in entry}
-        words = [str(word) for word in [*items(container.get("command")), *items(container.get("args"))]]
+        # Without a command the image's entry point runs.
+        command = items(container.get("command")) or [container.get("image")]
+        words = [str(word) for word in [*command, *items(container.get("args"))]]
         known = env | injected
         words = [_expanded(word, known) for word in words]
         file = _beside(_mounted(pod, container, configs), reachable)

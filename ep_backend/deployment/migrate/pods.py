@@ -1,12 +1,11 @@
 """What the pods of a manifest were granted, as far as the file has a place for it, and what it has none for."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ep_backend.deployment.migrate.notes import Note, Unmovable
+from ep_backend.deployment.migrate.notes import Note, Unmovable, shown
 from ep_backend.deployment.schema import UNITS, TargetKind
 
 QUANTITIES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -39,7 +38,6 @@ SAME = (
 RENDERED = {"restartPolicy", "startupPolicy", "networkConfig", "rolloutStrategy", "ports", "startupProbe", "readinessProbe"}
 RENDERED |= {"livenessProbe", "terminationGracePeriodSeconds", "dnsPolicy"}
 BY_HAND = "no key of the file says it; add it to the rendered manifest, for instance with kustomize"
-LONGEST = 120
 
 
 @dataclass
@@ -173,11 +171,6 @@ def sized(size: int | None) -> str | None:
         return None
     units = sorted(UNITS.items(), key=lambda unit: -unit[1])
     return next((f"{size // factor}{unit}" for unit, factor in units if size % factor == 0), str(size))
-
-
-def shown(value: object) -> str:
-    text = json.dumps(value, default=str) if isinstance(value, (dict, list)) else str(value)
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def items(value: object) -> list[Any]:

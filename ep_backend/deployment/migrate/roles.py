@@ -84,6 +84,8 @@ def draft(launch: Launch, role: RoleName | None) -> Draft:
     served = flags.pop("served-model-name", None)
     # Without the flag both engines serve under the model as it was given; clients keep asking for that name.
     made.served = str(served[0] if isinstance(served, list) else served) if served is not None else model
+    for other in served[1:] if isinstance(served, list) else ():
+        made.note("left out", spelt("served-model-name", other), "", "model.served_name is one name")
     host, port = flags.get("host"), flags.get("port")
     named = isinstance(host, str) and re.fullmatch(HOST, host)
     made.listens = (str(host) if named else None, port if isinstance(port, int) else None)
@@ -124,7 +126,8 @@ def _sglang(made: Draft, flags: dict[str, JsonValue]) -> None:
     made.nodes = _integer("--nnodes", flags.pop("nnodes", 1))
     if tensor_parallel != made.data_parallel:
         made.args["tp-size"] = tensor_parallel
-    flags.pop("ep-size", None)
+    if (size := flags.pop("ep-size", tensor_parallel)) not in (1, tensor_parallel):
+        made.note("left out", spelt("ep-size", size), "", f"experts are spread over all {tensor_parallel} ranks here")
     backend = flags.pop("moe-a2a-backend", None)
     if any([flags.pop("enable-deepep-moe", False), flags.pop("enable-ep-moe", False)]) and backend is None:
         backend = "deepep"

@@ -13,10 +13,10 @@ from typing import Any
 from ep_backend.deployment.render.role import LAUNCH, SETTINGS, RoleFiles, bootstrap_port, source
 from ep_backend.deployment.render.router import ROUTER, router_script, startup_s
 from ep_backend.deployment.render.text import HEADER, as_yaml
-from ep_backend.deployment.schema import Deployment, Image
+from ep_backend.deployment.schema import RENDERED_MOUNTS, Deployment, Image
 
 Object = dict[str, Any]
-MOUNT = "/etc/ep-backend"
+SHM, MOUNT = RENDERED_MOUNTS
 WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
 # Files of a container that ended before stay in the pod's memory, and a crash loop fills it (llm-d issue 352). The two
 # variables are injected by the LeaderWorkerSet controller.
@@ -83,7 +83,7 @@ def _pod(deployment: Deployment, part: RoleFiles, *, leader: bool) -> Object:
         {"name": "shm", "emptyDir": {"medium": "Memory", **({"sizeLimit": _quantity(pod.shm)} if pod.shm else {})}},
         {"name": "ep-backend", "projected": {"sources": _sources(deployment, part)}},
     ]
-    mounts: list[Object] = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "ep-backend", "mountPath": MOUNT}]
+    mounts: list[Object] = [{"name": "shm", "mountPath": SHM}, {"name": "ep-backend", "mountPath": MOUNT}]
     for number, volume in enumerate(pod.volumes):
         name = f"volume-{number}"
         volumes.append({"name": name, **volume.source})

@@ -214,6 +214,24 @@ def test_the_version_is_the_image_s_or_said_to_be_unknown() -> None:
     assert ("left out", "version of sglang", "") in notes_of(made)
 
 
+def test_an_image_that_starts_the_engine_itself() -> None:
+    made = migrate(
+        [("here.sh", "docker run --ipc=host vllm/vllm-openai:v0.26.0 --model deepseek-ai/DeepSeek-V3 -dp 8 -ep --seed 1")]
+    )
+    document = file_of(made)
+    assert document["target"]["image"]["packages"] == {"vllm": "0.26.0"}
+    assert (document["model"]["source"], args_of(made)) == ("deepseek-ai/DeepSeek-V3", {"seed": 1})
+
+
+def test_names_and_commands_that_have_no_place_are_told() -> None:
+    router = "python3 -m sglang_router.launch_router --pd-disaggregation --policy cache_aware"
+    made = migrate([("here.sh", f"cd /x\n{SGLANG} --served-model-name a b --ep-size 4 &\n{router}")])
+    assert file_of(made)["model"]["served_name"] == "a"
+    lost = {what for kind, what, _ in notes_of(made) if kind == "left out"}
+    assert {"--served-model-name b", "--ep-size 4", router} <= lost
+    assert not any(what.startswith("cd") for what in lost)
+
+
 def test_roles_of_different_images_keep_them() -> None:
     texts = [
         (f"{role}.sh", f"docker run lmsysorg/sglang:v0.5.{patch} {SGLANG} --disaggregation-mode {role}")

@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from ep_backend.deployment.migrate import Migrated, Unmovable, migrate
 from ep_backend.deployment.render import render
+from ep_backend.deployment.schema import Pod
 
 from ..render.test_kubernetes import check, documents
 
@@ -124,6 +126,22 @@ def test_it_is_rendered_from_there(made: Migrated, tmp_path: Path) -> None:
         assert mounted["/etc/engine"] == {"configMap": {"name": "engine"}}
         assert [mount["mountPath"] for mount in container["volumeMounts"] if mount.get("readOnly")] == ["/models"]
         assert not any("hostPath" in volume for volume in volumes.values())
+
+
+def test_a_container_without_a_command_runs_its_image(made: Migrated) -> None:
+    text = MANIFEST.replace("command: [vllm, serve, /models", "args: [--model, /models")
+    assert "--model" in text
+    assert (
+        YAML(typ="safe").load(migrate([("dsv3.yaml", text)], topology="h200-nvl8-cx7").text)["roles"]
+        == (YAML(typ="safe").load(made.text)["roles"])
+    )
+
+
+@pytest.mark.parametrize("path", ["/models", "/dev/shm"])
+def test_a_mount_that_is_taken_is_refused(path: str) -> None:
+    volume = {"mount": path, "source": {"emptyDir": {}}}
+    with pytest.raises(ValidationError, match=f"has two volumes at {path}, must have one"):
+        Pod.model_validate({"volumes": [{"mount": "/models", "source": {"emptyDir": {}}}, volume]})
 
 
 def test_a_model_that_no_volume_holds_is_told() -> None:
