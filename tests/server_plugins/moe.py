@@ -100,11 +100,12 @@ class Batch:
         """The same sums for experts that know no -1."""
         return replace(self, ids=self.ids.clamp(min=0), weights=torch.where(self.ids < 0, 0.0, self.weights))
 
-    def padded(self, rows: int) -> Batch:
-        """As a CUDA graph of that many rows replays it."""
-        more = rows - len(self.x)
-        x, weights = (torch.cat([t, t.new_zeros(more, t.size(1))]) for t in (self.x, self.weights))
-        return Batch(x, torch.cat([self.ids, self.ids.new_full((more, self.ids.size(1)), -1)]), weights)
+    def refill(self, batch: Batch) -> None:
+        """Become that batch, in place, with rows of nothing behind it: what a CUDA graph of these rows replays."""
+        more = len(self.x) - len(batch.x)
+        self.x.copy_(torch.cat([batch.x, batch.x.new_zeros(more, batch.x.size(1))]))
+        self.ids.copy_(torch.cat([batch.ids, batch.ids.new_full((more, batch.ids.size(1)), -1)]))
+        self.weights.copy_(torch.cat([batch.weights, batch.weights.new_zeros(more, batch.weights.size(1))]))
 
 
 def exact(weights: Weights, batch: Batch) -> torch.Tensor:

@@ -124,8 +124,7 @@ def replayed(world: World, mode: str, gpus_per_node: int, fp8: bool) -> int:
             out = layer.run(static)
         for seed, tokens in enumerate(TOKENS * 2):
             batch = Batch.make(shape, 10 * seed + world.rank, tokens[world.rank], world.device)
-            for there, new in zip(vars(static).values(), vars(batch.padded(shape.limit)).values(), strict=True):
-                there.copy_(new)
+            static.refill(batch)
             out.fill_(float("nan"))
             graph.replay()
             got = out[: len(batch.x)].clone()
@@ -175,8 +174,7 @@ def two_micro_batches(world: World, mode: str, gpus_per_node: int, fp8: bool, ca
         outputs = MicroBatches(layer, static, full).run(graph)
         for batches in pairs:
             for to, batch in zip(static, batches, strict=True):
-                for there, new in zip(vars(to).values(), vars(batch.padded(shape.limit)).values(), strict=True):
-                    there.copy_(new)
+                to.refill(batch)
             graph.replay()
             torch.cuda.synchronize()
             right(batches, outputs)
