@@ -15,6 +15,7 @@ from ep_backend.deployment.migrate.shell import SHELLS, Command, commands
 from ep_backend.deployment.schema import TargetKind
 
 KINDS: dict[str, TargetKind] = {"LeaderWorkerSet": "lws", "DisaggregatedSet": "disaggregatedset"}
+AS_LEADER = "leader and worker differed; the leader's is rendered for both"
 Reachable = Callable[[str], str | None]
 # Of a worker's pod and container: what is rendered for both as the leader has it.
 POD_AS_LEADER, CONTAINER_AS_LEADER = ("hostNetwork", "volumes"), ("image", "resources", "securityContext", "volumeMounts")
@@ -105,8 +106,7 @@ def _group(
         for keys, ours, theirs in ((POD_AS_LEADER, pod, worker[1]), (CONTAINER_AS_LEADER, container, worker[2])):
             for key in keys:
                 if ours.get(key) != theirs.get(key):
-                    why = "leader and worker differed; the leader's is rendered for both"
-                    pods.notes.append(Note("changed", where, f"worker {key}", f"leader's {key}", why))
+                    pods.notes.append(Note("changed", where, f"worker {key}", f"leader's {key}", AS_LEADER))
     path = str(launch.flags.get("model-path"))
     if path.startswith("/") and not any(path == mount or path.startswith(f"{mount}/") for mount in pods.volumes):
         why = "no volume of the pod holds it; render mounts the folder of that name of each node"
@@ -177,9 +177,7 @@ def _compare(leader: Launch, worker: Launch, where: str, pods: Pods) -> None:
             mine, other = ours.get(key), theirs.get(key)
             if mine != other and not key.startswith("LWS_"):
                 what = f"worker {kind}{key} {_or_nothing(other)}"
-                pods.notes.append(
-                    Note("changed", where, what, _or_nothing(mine), "leader and worker differed; both are rendered")
-                )
+                pods.notes.append(Note("changed", where, what, _or_nothing(mine), AS_LEADER))
 
 
 def _or_nothing(value: object) -> str:

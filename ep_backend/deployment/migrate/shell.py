@@ -58,12 +58,21 @@ def commands(text: str, variables: Mapping[str, str] | None = None) -> list[Comm
                         exported[given[1]] = given[2]
                 elif word in known:
                     exported[word] = known[word]
-        elif words[0] in SHELLS and len(words) > 2 and re.fullmatch(r"-[a-z]*c", words[1]):
-            inner = commands(words[2], known | own)
-            found += [Command(each.words, {**exported, **own, **each.env}) for each in inner]
+        elif shell := _shell_at(words):
+            # What stands before the shell (srun, docker run) starts each of its commands.
+            inner = commands(words[shell.stop - 1], known | own)
+            found += [Command(words[: shell.start] + each.words, {**exported, **own, **each.env}) for each in inner]
         else:
             found.append(Command(words, {**exported, **own}))
     return found
+
+
+def _shell_at(words: list[str]) -> slice | None:
+    """Where `bash -c COMMANDS` stands."""
+    for index, word in enumerate(words[:-2]):
+        if word in SHELLS and re.fullmatch(r"-[a-z]*c", words[index + 1]):
+            return slice(index, index + 3)
+    return None
 
 
 def integer(expression: str, variables: Mapping[str, str]) -> str | None:

@@ -93,6 +93,8 @@ SERVE = "vllm serve deepseek-ai/DeepSeek-V3 -dp 8 -ep"
         (f"env A=1 nohup {SERVE} --seed $((2 * 3))", {"seed": 6}, {"A": "1"}),
         (f"docker run --gpus all -e A=1 --env=B=2 image {SERVE}", {}, {"A": "1", "B": "2"}),
         (f"""bash -c "{SERVE} --seed ${{SEED:-9}}" """, {"seed": 9}, {}),
+        (f"""export A=1; srun -N 2 bash -lc 'cd /x && {SERVE} --seed $A'""", {"seed": 1}, {"A": "1"}),
+        (f"""docker run -e A=1 image:1 bash -c '{SERVE} --seed 4'""", {"seed": 4}, {"A": "1"}),
         (f"{SERVE} --compilation_config '{{\"mode\": 3}}'", {"compilation-config": {"mode": 3}}, {}),
         (f"{SERVE} --allowed-origins '[\"*\"]' --served-model-name a b", {"allowed-origins": '["*"]'}, {}),
         (f"{SERVE} --api-key $(cat key | tr -d ' ') --root-path '$HOME/#x'", {"root-path": "$HOME/#x"}, {}),
