@@ -17,6 +17,7 @@ struct Progress {
   }
   __device__ __forceinline__ u32 complete(int workers, int lane) const {
     u32 reach = lane < workers ? load_acquire_cta(&done[lane]) * workers + lane : ~0u;
+    __syncwarp();   // what one lane acquired, all lanes pass on: the reduction orders no memory
     return __reduce_min_sync(kFullWarp, reach);
   }
 };

@@ -337,9 +337,7 @@ void bulk_store(void* to, const void* from, uint32_t bytes) {
   if (bytes % 16 or uintptr_t(to) % 16 or uintptr_t(from) % 16) die("a bulk store is not aligned to 16 bytes");
   block->now->stores.push_back({to, from, bytes, nullptr});
 }
-void check_vector(const void* p) {
-  if (uintptr_t(p) % 16) die("a vector store is not aligned to 16 bytes");
-}
+void misaligned() { die("a vector store is not aligned to 16 bytes"); }
 void bulk_await_read() {
   for (Copy& c : block->now->stores) {
     if (c.read) continue;

@@ -34,7 +34,7 @@ void pass();                                   // lets other fibers run, after a
 void bulk_expect(uint64_t* bar, uint32_t bytes);
 void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar);
 void bulk_await(uint64_t* bar, uint32_t parity);
-void check_vector(const void* p);
+[[noreturn]] void misaligned();
 void bulk_store(void* to, const void* from, uint32_t bytes);
 void bulk_await_read();
 void bulk_await_stored();
