@@ -65,3 +65,11 @@ class EpTimeout(EpError):
 
 class EpFailed(EpError):
     """The buffer failed earlier, here or on a peer, and must be rebuilt on all ranks."""
+
+
+class OutputLost(BaseException):
+    """Standard output refused bytes. No OSError: commands report those as faults of what they read or write themselves."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(error.strerror)
+        self.error = error

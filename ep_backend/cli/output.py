@@ -11,16 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ep_backend.errors import OutputLost
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
-
-
-class OutputLost(BaseException):
-    """Standard output refused bytes. No OSError: commands report those as faults of what they read or write themselves."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__(error.strerror)
-        self.error = error
 
 
 class _Descriptor(io.FileIO):

@@ -35,6 +35,7 @@ from ep_backend.deployment.processes import (
 )
 from ep_backend.deployment.schema import Deployment, RoleName
 from ep_backend.deployment.state import InstanceState, RunState, remove_state, run_dir, write_state
+from ep_backend.errors import OutputLost
 from ep_backend.serving import Background
 
 POLL_S = 0.5
@@ -96,7 +97,7 @@ class Supervisor:
             except Stopped:
                 self._stop()
                 remove_state(self.state.name)
-            except Exception as error:
+            except BaseException as error:
                 self._stop()
                 self._enter("failed", str(error))
                 raise
@@ -267,7 +268,7 @@ class Supervisor:
     def _changed(self) -> None:
         write_state(self.state)
         # The terminal or pipe may be gone; what runs is served, and stopped, all the same.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, OutputLost):
             self.on_change(self.state)
 
 

@@ -98,6 +98,18 @@ def test_a_closed_terminal_leaves_nothing(workplace: Workplace, number: signal.S
     assert_nothing_left(workplace, leaders)
 
 
+def test_what_runs_is_served_when_nobody_reads_its_output(workplace: Workplace) -> None:
+    child = workplace.start("up", str(workplace.file))
+    assert child.stdout is not None
+    child.stdout.close()
+    wait_until(lambda: is_ready(workplace))
+    leaders = sessions(workplace)
+    assert workplace.run("ask", str(workplace.file), "how are you?") == (0, "fine\n")
+    child.send_signal(signal.SIGTERM)
+    child.wait(timeout=60)
+    assert_nothing_left(workplace, leaders)
+
+
 def test_ctrl_c_while_loading_leaves_nothing(workplace: Workplace) -> None:
     child = workplace.start("up", str(workplace.file))
     state = workplace.folder / ".ep" / "run" / workplace.folder.name / "state.json"
