@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from ep_backend.deployment.engines import installed
+from ep_backend.deployment.migrate import migrate
+from ep_backend.deployment.render import render, write
 
 from ..migrate.cases import CASES
 from .conftest import Launcher
@@ -17,7 +19,9 @@ pytestmark = [
 ]
 
 
-def test_every_command(launcher: Launcher, rendered: Callable[..., Path], rendered_case: Callable[..., Path]) -> None:
+def test_every_command(
+    launcher: Launcher, rendered: Callable[..., Path], rendered_case: Callable[..., Path], tmp_path: Path
+) -> None:
     """The golden pair, and what migrated vLLM setups become: one process, for the parser takes long to load."""
     folder = rendered("vllm")
     nodes = [(role, node) for role in ("prefill", "decode") for node in (0, 1)]
@@ -26,7 +30,14 @@ def test_every_command(launcher: Launcher, rendered: Callable[..., Path], render
         folder = rendered_case(name)
         for role, (count, *_) in CASES[name].roles.items():
             commands += [launcher.node(folder / role / "launch.sh", node).arguments for node in range(count)]
+    command = "vllm serve deepseek-ai/DeepSeek-V3 -ep -dp 16 -dpl 8 -O3 -cc.max_cudagraph_capture_size 128"
+    file = tmp_path / "spellings.yaml"
+    file.write_text(migrate([("here.sh", f"{command} --middleware a.B --middleware c.D")]).text)
+    write(render(file), tmp_path / "spellings")
+    commands += [launcher.node(tmp_path / "spellings" / "unified" / "launch.sh", node).arguments for node in (1, 0)]
     found = parsed(VLLM, commands)
+    assert (found[-1]["middleware"], found[-1]["optimization_level"]) == (["a.B", "c.D"], "3")
+    assert "max_cudagraph_capture_size" in found[-1]["compilation_config"]
     for arguments in found:
         assert (arguments["data_parallel_size"], arguments["data_parallel_size_local"]) == (16, 8)
         assert (arguments["all2all_backend"], arguments["enable_expert_parallel"]) == ("ep_backend", True)
