@@ -29,12 +29,20 @@ def serve(port: int, answers: dict[str, Any]) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if self.path == "/flip/prepare":  # every rank of a fake engine agrees at once
                 flip = {"agreed_token": body["token"], "agreed_epoch": 3, "flips": 1}
-                answers["/status"].update(mode_desired=body["mode"], mode_executed=body["mode"], flip=flip)
+                status = answers["/status"]
+                status.update(mode_desired=body["mode"], mode_executed=body["mode"], flip=flip)
+                status["modes"] = {body["mode"]: next(iter(status["modes"].values()))}
             words = body["messages"][0]["content"].split() if "messages" in body else []
             if len(words) > 100:
                 error = {"message": f"This model's maximum context length is 100 tokens, you asked for {len(words)}."}
                 return self.reply({"error": error}, 400)
-            self.reply({"choices": [{"message": {"content": "fine"}, "token_ids": [1, 2]}]})
+            choice: dict[str, Any] = {"message": {"content": "fine"}, "token_ids": [1, 2]}
+            if "logprobs" in body:
+                count = body["max_tokens"]
+                best = {"token_id:1": -0.1, "token_id:2": -3.0}
+                choice |= {"token_ids": [1] * count}
+                choice |= {"logprobs": {"token_logprobs": [-0.1] * count, "top_logprobs": [best] * count}}
+            self.reply({"choices": [choice]})
 
         def reply(self, content: object, status: int = 200) -> None:
             body = json.dumps(content).encode()

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import random
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from typer.testing import CliRunner
 from ep_backend.checkpoint import write_shape
 from ep_backend.deployment.lint.report import findings_of
 from ep_backend.deployment.load import load
+from ep_backend.deployment.processes import free_ports
 from ep_backend.deployment.render import render
 from ep_backend.plan.planner import plan
+from tests.deployment.conftest import Workplace
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted(DEPLOY.glob("h200*.yaml"))
@@ -123,3 +126,41 @@ def test_results_are_compared(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "low_latency, 64 sequences a rank: step 5.100 ms, the engine's own 6.100 ms" in done.output
     assert "all-to-all of it, us a layer: 40.0" in done.output and "own, us a layer: 90.0" in done.output
+
+
+def measured(workplace: Workplace, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+    """The script's status, output and result, of fake engines that answer all alike."""
+    text = (DEPLOY / "h200x2-vllm-prefill.yaml").read_text()
+    text = text.replace("h200x2-vllm-prefill", workplace.folder.name.lower()).replace(
+        "args:\n", "args:\n      enforce-eager: true\n"
+    )
+    workplace.file.write_text(text + f"router: {{port: {free_ports(1)}}}\n")
+    out = workplace.folder / "out" / "result.json"
+    command = [workplace.folder / "bin" / "python", DEPLOY / "scripts" / "measure.py", arguments[0], workplace.file]
+    command += ["--out", out, "--model", "model", *arguments[1:]]
+    done = subprocess.run(command, cwd=workplace.folder, env=workplace.env, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout + done.stderr, json.loads(out.read_text())
+
+
+@pytest.mark.slow
+def test_an_engine_is_served_flipped_and_compared(workplace: Workplace) -> None:
+    status, said, result = measured(workplace, "equality", "--modes", "direct,normal", "--tokens", "4")
+    assert status == 0, said
+    assert list(result["modes"]) == ["direct", "normal"]
+    assert result["modes"]["direct"]["flip"] is None
+    assert [f["mode"] for f in result["modes"]["normal"]["flip"]["flips"]] == ["normal"]
+    for mode, entry in result["modes"].items():
+        assert entry["equal"] and entry["positions"] == entry["compared"] == 16 * 4
+        assert [rank["dispatches"] for rank in entry["ranks"]] == [{mode: 3}] * 2
+    assert len(result["reference"]) == 2 and result["deployment"]["roles"]["unified"]["data_parallel"] == 2
+
+
+@pytest.mark.slow
+def test_windows_of_the_engines_own_all_to_all(workplace: Workplace) -> None:
+    asked = ("--baseline", "--sequences", "2,1", "--windows", "2", "--no-profile")
+    status, said, result = measured(workplace, "timing", *asked)
+    assert status == 0, said
+    entry = result["modes"]["allgather_reducescatter"]
+    assert [(w["turn"], w["sequences_a_rank"]) for w in entry["windows"]] == [(0, 2), (0, 1), (1, 2), (1, 1)]
+    assert entry["finite"] and all(w["long_s"] > 0 for w in entry["windows"])
+    assert result["deployment"]["roles"]["unified"]["args"]["load-format"] == "dummy"
