@@ -119,6 +119,7 @@ def _by_role(drafts: Sequence[Draft]) -> list[Draft]:
         first = kept.setdefault(each.name, each)
         if first is each:
             continue
+        first.notes += [note for note in each.notes if note not in first.notes]
         images = ({"image": str(first.image)}, {"image": str(each.image)})
         for kind, ours, theirs in (
             ("", *images),
@@ -156,6 +157,10 @@ def _document(
     if not topology:
         machines["gpus_per_node"] = max(-(-each.ranks // each.nodes) for each in drafts)
     first = drafts[0]
+    for each in drafts[1:]:
+        for what, ours, theirs in (("model", first.model, each.model), ("served-model-name", first.served, each.served)):
+            if ours != theirs:
+                notes.append(Note("changed", each.name, f"{what} {theirs}", ours, "the file has one for all roles"))
     fp8 = preset is not None and models()[preset].get("quantization_config", {}).get("quant_method") == "fp8"
     document: dict[str, Any] = {
         "name": name,

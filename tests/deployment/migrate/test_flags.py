@@ -232,6 +232,16 @@ def test_names_and_commands_that_have_no_place_are_told() -> None:
     assert not any(what.startswith("cd") for what in lost)
 
 
+def test_what_only_a_later_command_says_is_told() -> None:
+    first = f"{SGLANG} --nnodes 2 --node-rank 0"
+    notes = notes_of(migrate([("here.sh", f"{first}\n{first.replace('rank 0', 'rank 1')} --seed 1 --seed 2")]))
+    assert {("left out", "--node-rank 1", ""), ("left out", "--seed 1", ""), ("changed", "--seed 2", "None")} <= set(notes)
+    pair = [
+        (f"{role}.sh", f"{SGLANG} --disaggregation-mode {role} --served-model-name {role}") for role in ("prefill", "decode")
+    ]
+    assert ("changed", "served-model-name decode", "prefill") in notes_of(migrate(pair))
+
+
 def test_roles_of_different_images_keep_them() -> None:
     texts = [
         (f"{role}.sh", f"docker run lmsysorg/sglang:v0.5.{patch} {SGLANG} --disaggregation-mode {role}")
