@@ -28,7 +28,7 @@ MOST_BYTES = 58 << 20
 """Of one part: what a command carries is at most 64 MiB, and the working tree travels too."""
 
 FATBIN, ENTRY = struct.Struct("<IHHQ"), struct.Struct("<HHIQ")
-MAGIC = 0xBA55ED50
+MAGIC = struct.pack("<I", 0xBA55ED50)
 PTX, ELF = 1, 2
 ARCH, ARCH_AT = 90, 28
 
@@ -41,7 +41,8 @@ def keep_sm90(library: bytearray) -> int:
     kind, header size, payload size and, 28 bytes in, architecture.
     """
     kept = at = 0
-    while (at := library.find(MAGIC.to_bytes(4, "little"), at)) >= 0:
+    last = len(library) - FATBIN.size + len(MAGIC)
+    while (at := library.find(MAGIC, at, last)) >= 0:
         _, version, header, size = FATBIN.unpack_from(library, at)
         if (version, header) != (1, FATBIN.size) or size > len(library) - at:  # the four bytes mean something else here
             at += 4
