@@ -559,10 +559,11 @@ def _save(result: dict[str, Any], out: Path) -> None:
 def _give_up_after(seconds: int) -> None:
     """An engine that outlives this process would keep the GPUs."""
 
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"not done after {seconds} s")
+    def stop(number: int, _: object) -> None:
+        raise TimeoutError(f"not done after {seconds} s" if number == signal.SIGALRM else "asked to stop")
 
-    signal.signal(signal.SIGALRM, stop)
+    for number in (signal.SIGALRM, signal.SIGTERM):
+        signal.signal(number, stop)
     signal.alarm(seconds)
 
 

@@ -2,8 +2,9 @@
 # An engine's tests on a GPU host without one, a step a command that ends within ten minutes:
 #   engine.sh vllm|sglang layers [pytest arguments]   real experts behind the plug-in, in processes that share the GPU
 #   engine.sh vllm|sglang one_rank                    the engine itself with the plug-in installed and another backend chosen
+#   engine.sh vllm|sglang sh 'COMMANDS'              others, such as deploy/scripts/measure.py, with the engine on Python's path
 # Unpacks what bundle.py packed and the command carried (.bundle/ENGINE-*.tar.xz), over what commands before it left in /tmp:
-# layers needs ENGINE-layers.tar.xz, one_rank ENGINE-server.tar.xz as well. CUDA images are carried too (ep_backend/images), or
+# layers needs ENGINE-layers.tar.xz, the others ENGINE-server.tar.xz as well. CUDA images are carried too (ep_backend/images), or
 # compiled here.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -57,8 +58,11 @@ assert with_it["tokens"] == without["tokens"], f"answers differ: {with_it['token
 print(f"equal with and without the plug-in: {sum(map(len, with_it['tokens']))} tokens of {len(with_it['tokens'])} prompts")
 EOF
   ;;
+sh)
+  PYTHONPATH=$PWD:$site timeout $left bash -c "$1" 2>&1 | tee "$log"
+  ;;
 *)
-  echo "no step '$step': layers or one_rank" >&2
+  echo "no step '$step': layers, one_rank or sh" >&2
   exit 2
   ;;
 esac

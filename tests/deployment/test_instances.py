@@ -1,6 +1,7 @@
 """The command lines, environments and settings that a deployment file turns into."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +34,22 @@ def test_a_pair_and_its_router(write_file: Callable[..., Path], tmp_path: Path) 
     router = router_instance(deployment, [prefill, decode])
     assert router is not None
     assert router.command[router.command.index("--prefill") + 1] + "/health" == prefill.health
+
+
+def test_vllm_that_is_only_on_pythons_path_runs_as_a_module(
+    write_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise FileNotFoundError(name)
+
+    monkeypatch.setattr(instances, "_program", missing)
+    deployment = load(write_file()).deployment
+    monkeypatch.setattr(instances, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="vllm"):
+        engine_instances(deployment, tmp_path / "run")
+    monkeypatch.setattr(instances, "find_spec", lambda name: name)
+    command = engine_instances(deployment, tmp_path / "run")[0].command
+    assert command[:4] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 
 
 def test_admin_routes_where_graphs_hold_the_mode_and_only_this_machine_reaches_them(
