@@ -1,23 +1,26 @@
 """Reads a deployment file and reports everything that is wrong with it at once, each with its line and column."""
 
 import math
-import re
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedBase
+from ruamel.yaml.comments import CommentedBase, CommentedOrderedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
 
+from ep_backend.deployment.form import apart_from, problems_of
 from ep_backend.deployment.lint import check
 from ep_backend.deployment.problems import DeploymentError, Finding, Problem
 from ep_backend.deployment.schema import Deployment
-from ep_backend.errors import did_you_mean
+from ep_backend.deployment.spelling import in_yaml
+
+MOST_VALUES = 100_000
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,8 @@ def load(file: Path, text: str | None = None) -> Loaded:
 
     Relative paths in it start at the file's folder. Raises DeploymentError.
     """
-    loaded, problems = read(file, text)
-    problems += check(loaded.deployment)
+    loaded, faults = read(file, text)
+    problems = [*faults, *apart_from(faults, check(loaded.deployment))]
     if problems:
         raise loaded.error(problems)
     return loaded
@@ -53,7 +56,7 @@ def name_in(file: Path) -> str:
     """The deployment's name, for commands that ask what runs: the rest of the file may be half edited."""
     name = _parse(file, None).get("name")
     if not isinstance(name, str):
-        raise _unreadable(file, 1, 1, f"name is {name!r}, must be a word", "give the deployment its name")
+        raise _unreadable(file, 1, 1, f"name is {in_yaml(name)}, must be a word", "give the deployment its name")
     return name
 
 
@@ -68,9 +71,9 @@ def read(file: Path, text: str | None = None) -> tuple[Loaded, list[Problem]]:
         return Loaded(_with_paths_from(file.parent, Deployment.model_validate(document)), file, document), []
     except ValidationError as error:
         faults = error.errors(include_url=False)
-    problems = [_schema_problem(details) for details in faults]
+    problems = problems_of(faults)
     try:
-        deployment = Deployment.model_validate(_without(document, [details["loc"] for details in faults]))
+        deployment = Deployment.model_validate(_without(document, [problem.place for problem in problems]))
     except ValidationError:
         raise DeploymentError.of([_located(file, document, problem) for problem in problems]) from None
     return Loaded(_with_paths_from(file.parent, deployment), file, document), problems
@@ -108,6 +111,10 @@ def _parse(file: Path, text: str | None) -> Any:
         what = f"is not UTF-8 text: byte {error.object[error.start]:#04x} at position {error.start}"
         raise _unreadable(file, 1, 1, what, "give the path of a deployment file, or save it as UTF-8") from None
     try:
+        # Where one is in itself, the document that is made of it lacks it.
+        if "*" in text and (node := _in_itself(YAML(typ="rt").compose(text), {})):
+            place = node.start_mark.line + 1, node.start_mark.column + 1
+            raise _unreadable(file, *place, "is an alias of what it is part of", "write the values themselves")
         document = YAML(typ="rt").load(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark
@@ -115,69 +122,80 @@ def _parse(file: Path, text: str | None) -> Any:
         tab = "\\t" in str(error.problem)
         fix = "indent with spaces" if tab else "keep one" if "duplicate key" in str(error.problem) else "correct it"
         what = str(error.problem).partition(" with value ")[0]  # the value of a repeated key may be half the file
+        if "another document" in what:
+            what, fix = "holds several documents, must be one", "keep one, and no `---` after it"
         raise _unreadable(file, line, column, f"not valid YAML: {what}", fix) from None
+    except ReaderError as error:
+        line, column = text.count("\n", 0, error.position) + 1, error.position - text.rfind("\n", 0, error.position)
+        what = f"not valid YAML: holds the control character U+{ord(text[error.position]):04X}"
+        raise _unreadable(file, line, column, what, "remove it") from None
     except YAMLError as error:
         raise _unreadable(file, 1, 1, f"not valid YAML: {error}", "correct it") from None
     except RecursionError:
         raise _unreadable(file, 1, 1, "is nested too deeply to be read", "close what is open; no value here is deep") from None
     if not isinstance(document, dict):
-        holds = "is empty" if document is None else "is a list" if isinstance(document, list) else f"is only {document!r}"
+        holds = {type(None): "is empty", CommentedSeq: "is a list"}.get(type(document), f"is only {in_yaml(document)}")
         raise _unreadable(file, 1, 1, f"{holds}, must be a mapping with `name` and `roles`", "write one")
-    for place, what, fix in _unwritable(document):
-        raise DeploymentError.of([_located(file, document, Problem(place, what, fix, "EP004"))])
+    found = [_located(file, document, Problem(*fault, "EP004")) for fault in _unwritable(document, {})]
+    if found:
+        raise DeploymentError.of(found)
     return document
 
 
-def _unwritable(value: Any, place: tuple[int | str, ...] = ()) -> Iterator[tuple[tuple[int | str, ...], str, str]]:
-    """YAML has values that JSON and UTF-8 have not, and everything here is written as those."""
-    if isinstance(value, Mapping):
+def _in_itself(node: Any, open_: dict[int, bool]) -> Any:
+    """A node of YAML that an alias inside it refers to. `open_`: nodes that were met, and whether they are not yet left."""
+    if id(node) in open_:
+        return node if open_[id(node)] else None
+    open_[id(node)] = True
+    parts = node.value if isinstance(node, (MappingNode, SequenceNode)) else []
+    below = (part for entry in parts for part in (entry if isinstance(entry, tuple) else (entry,)))
+    found = next((found for part in below if (found := _in_itself(part, open_))), None)
+    open_[id(node)] = False
+    return found
+
+
+def _unwritable(
+    value: Any, sizes: dict[int, int], place: tuple[int | str, ...] = ()
+) -> Iterator[tuple[tuple[int | str, ...], str, str]]:
+    """YAML has values that JSON and UTF-8 have not, and everything here is written as those.
+
+    `sizes` takes how many values each mapping and list stands for: aliases may make few lines stand for millions.
+    """
+    if id(value) in sizes:
+        return
+    if isinstance(value, Mapping) and not isinstance(value, CommentedOrderedMap):
         for key, part in value.items():
-            yield from _unwritable(part, (*place, str(key)))
-    elif isinstance(value, list):
+            if isinstance(key, str):
+                yield from _unwritable(part, sizes, (*place, key))
+            else:
+                yield place, f"has the key {in_yaml(key)}, must be text", f'write "{in_yaml(key)}" in quotes'
+    elif isinstance(value, CommentedSeq):
         for number, part in enumerate(value):
-            yield from _unwritable(part, (*place, number))
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield place, f"is {float(value)}, must be a finite number", "write the number that is meant"
-    elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
-        yield place, f"holds {value!a}, half of a character", "write the character itself"
+            yield from _unwritable(part, sizes, (*place, number))
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            yield place, f"is {float(value)}, must be a finite number", "write the number that is meant"
+    elif isinstance(value, str):
+        if any("\ud800" <= letter <= "\udfff" for letter in value):
+            yield place, f"holds {value!a}, half of a character", "write the character itself"
+        elif "\0" in value:
+            yield place, "holds a NUL character, which neither paths nor arguments may", "remove it"
+    elif value is not None and not isinstance(value, int):
+        kind = "a date" if isinstance(value, date) else "of a type that YAML alone has"
+        yield (
+            place,
+            f"is {kind}, must be text, a number, true or false, a list or a mapping",
+            "write it in quotes, without a tag",
+        )
+    if isinstance(value, (Mapping, CommentedSeq)):
+        sizes[id(value)] = 1 + sum(sizes.get(id(part), 1) for part in (value.values() if isinstance(value, Mapping) else value))
+        if sizes[id(value)] > MOST_VALUES:
+            yield place, f"stands for more than {MOST_VALUES} values by its aliases", "write fewer"
+            sizes[id(value)] = 1  # told once
 
 
 def _unreadable(file: Path, line: int, column: int, what: str, fix: str, code: str = "EP001") -> DeploymentError:
     return DeploymentError.of([Finding(str(file), line, column, Problem((), what, fix, code))])
-
-
-def _schema_problem(details: ErrorDetails) -> Problem:
-    place = details["loc"]
-    if details["type"] == "extra_forbidden":
-        known = _fields_at(place[:-1])
-        hint = did_you_mean(str(place[-1]), known, f"known here: {', '.join(known)}")
-        return Problem(place, "unknown key", hint, "EP002")
-    if details["type"] == "missing":
-        return Problem(place, "is missing", "add it", "EP003")
-    if details["type"] == "preset":
-        names: list[str] = details["ctx"]["names"]
-        hint = did_you_mean(str(details["input"]), names, f"choose one of {', '.join(names)}")
-        return Problem(place, f"{details['input']!r} is no {details['ctx']['kind']} preset", hint, "EP012")
-    message, given = details["msg"], details["input"]
-    fix = f'write "{given}" in quotes' if details["type"] == "string_type" else f"replace {given!r}"
-    if details["type"] == "literal_error":
-        fix = did_you_mean(str(given), re.findall(r"'([^']+)'", details["ctx"]["expected"]), fix)
-    return Problem(place, f"{message[0].lower()}{message[1:]}", fix, "EP004")
-
-
-def _fields_at(place: Sequence[int | str]) -> list[str]:
-    """The keys that the schema knows at a place."""
-    model: type[BaseModel] = Deployment
-    for part in place:
-        field = model.model_fields.get(str(part))
-        if field is None:
-            return []
-        choices = [field.annotation, *typing.get_args(field.annotation)]
-        nested = [choice for choice in choices if isinstance(choice, type) and issubclass(choice, BaseModel)]
-        if not nested:
-            return []
-        model = nested[0]
-    return list(model.model_fields)
 
 
 def _located(file: Path, document: Any, problem: Problem) -> Finding:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -14,10 +14,11 @@ from pydantic import (
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     JsonValue,
+    ValidationInfo,
     WithJsonSchema,
     field_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
 
 from ep_backend.deployment.presets import models, topologies
 from ep_backend.modes import MODES, Family, Mode
@@ -47,6 +48,7 @@ Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
 Hca = Annotated[str, Field(pattern=HCA, examples=["mlx5_0:1"])]
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+LEAST_BYTES = 1 << 20  # a smaller number lacks its unit
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -59,10 +61,12 @@ def _bytes(value: object) -> object:
                 number, unit = number.removesuffix(name), factor
                 break
         try:
-            return int(float(number) * unit)
-        except ValueError:
+            value = int(float(number) * unit)
+        except (ValueError, OverflowError):
             choices = ", ".join(UNITS)
             raise PydanticCustomError("size", "must be a size such as 64GiB ({choices})", {"choices": choices}) from None
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value < LEAST_BYTES:
+        raise PydanticCustomError("bytes", "is a number of bytes, must be at least 1 MiB", {})
     return value
 
 
@@ -98,6 +102,18 @@ CalibrationName = Annotated[str, Named("calibration", calibrations)]
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: object, info: ValidationInfo) -> object:
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        kinds = {getattr(part, "__origin__", part) for part in (annotation, *get_args(annotation))}
+        if isinstance(value, bool) and bool not in kinds:
+            if float in kinds:
+                raise PydanticKnownError("float_type")
+            if int in kinds or any(type(kind) is int for kind in kinds):
+                raise PydanticKnownError("int_type")
+        return value
 
 
 class Nic(Strict):

@@ -3,6 +3,7 @@
 import threading
 from pathlib import Path
 
+from ep_backend.deployment.form import apart_from
 from ep_backend.deployment.lint import check
 from ep_backend.deployment.load import read
 from ep_backend.deployment.schema import RoleName
@@ -25,8 +26,8 @@ def examine(host: Host, file: Path | None, role: RoleName | None, check_s: float
             raise ValueError(f"--role {role} needs the file that describes the role: add -f FILE")
         need = of_host(host)
     else:
-        loaded, problems = read(file)
-        errors = loaded.findings(problems + check(loaded.deployment))
+        loaded, faults = read(file)
+        errors = loaded.findings([*faults, *apart_from(faults, check(loaded.deployment))])
         need = of_deployment(loaded.deployment, role, tuple(map(str, errors)))
     return Report(need.title, tuple(row(name, probe, host, need, check_s) for name, probe in CHECKS.items()))
 

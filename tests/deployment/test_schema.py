@@ -37,7 +37,7 @@ def test_the_presets_asked_for_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("64GiB", 64 << 30), ("1.5 GB", 1_500_000_000), ("512MiB", 512 << 20), (4096, 4096)]
+    ("text", "size"), [("64GiB", 64 << 30), ("1.5 GB", 1_500_000_000), ("512MiB", 512 << 20), (4194304, 4194304)]
 )
 def test_sizes_have_units(text: object, size: int) -> None:
     assert Topology(hbm=text).hbm == size  # type: ignore[arg-type]

@@ -50,6 +50,7 @@ def _of_the_file(deployment: Deployment, roles: list[RoleView]) -> Iterator[Prob
     yield from capacity.check_measurements(deployment, roles)
     yield from hosts.check_target(deployment, roles)
     yield from hosts.check_router(deployment)
+    yield from hosts.check_ports(deployment)
     yield from hosts.check_control(deployment, roles)
     yield from hosts.check_agreement(deployment, roles)
     for view in roles:

@@ -8,7 +8,7 @@ from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.resolve import buffer_config, limited_as_grouped
 from ep_backend.deployment.schema import Deployment
-from ep_backend.layout import MAX_TOP_K, SCALE_GROUP
+from ep_backend.layout import COUNT_BITS, COUNT_MASK, MAX_TOP_K, SCALE_GROUP
 from ep_backend.plan.calibration import calibrations, read_counts, recalibrated
 from ep_backend.plan.memory import memory
 
@@ -61,7 +61,7 @@ def check_capacity(view: RoleView) -> Iterator[Problem]:
         what = f"is {capacity}, but no flag bounds the decode graphs: SGLang chooses their buckets by GPU memory"
         yield problem("EP109", place, what, f"set cuda-graph-max-bs-decode: {capacity // each}")
     most = max(batch, sequences * each, bucket)
-    if role.engine == "vllm" and capacity > WASTE * most:
+    if role.engine == "vllm" and WASTE * most < capacity <= _countable(view):
         yield problem("EP105", place, f"is {capacity}, but no batch has more than {most} tokens", f"set max_tokens to {most}")
 
 
@@ -92,11 +92,19 @@ def check_shape(view: RoleView) -> Iterator[Problem]:
         where = (*view.place, "ep", "fp8") if ep.fp8 else ("model",)
         what = f"has rows of {shape.hidden}, no multiple of {group}"
         yield problem("EP108", where, what, "set fp8: false" if ep.fp8 else "pad the hidden size")
+    elif view.capacity > (most := _countable(view)):
+        what = f"is {view.capacity}, must be at most {most}: counts have {COUNT_BITS} bits, token indices of all ranks 31"
+        yield problem("EP104", (*view.place, "ep", "max_tokens"), what, f"set max_tokens to {most} or less")
     else:
         try:
             buffer_config(view.deployment, view.name, view.role, shape, view.capacity)
         except ValueError as error:
             yield problem("EP104", (*view.place, "ep"), str(error), "see the rule in the message")
+
+
+def _countable(view: RoleView) -> int:
+    """Tokens a rank that the words of the protocol can count."""
+    return min(COUNT_MASK, ((1 << 31) - 1) // view.role.ep_size)
 
 
 def check_memory(view: RoleView) -> Iterator[Problem]:

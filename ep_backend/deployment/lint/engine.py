@@ -52,6 +52,7 @@ OUR_ENV = ("EP_BACKEND_SETTINGS", "EP_BACKEND_FAULT", "EP_BACKEND_ALLOW_UNTESTED
 OTHER_BACKENDS = re.compile(
     r"SGLANG_(DEEPEP|MORI|NIXL|PPLX)_|VLLM_DEEPEP_|DEEPEP_|EP_(JIT|NUM|DISABLE_GIN|NIC|OVERRIDE|REUSE|BUFFER)_?"
 )
+MOST_NAMES = 6
 NVSHMEM_PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 
 
@@ -71,8 +72,11 @@ def check_owned(view: RoleView) -> Iterator[Problem]:
 def check_values(view: RoleView) -> Iterator[Problem]:
     """Values that the flag's own parser refuses. Choices only of the very version: others may have more or fewer."""
     known, version = table(view.role.engine, engine_version(view)), engine_version(view)
+    spelt: dict[str, str] = {}
     for key, value in view.role.args.items():
         flag = _flag(key)
+        if "." not in key and (before := spelt.setdefault(flag, key)) != key:
+            yield problem("EP300", (*view.place, "args", key), f"is {before} again, in another spelling", "keep one of them")
         takes = None if "." in key else known.flags.get(flag)
         if flag in OWNED_FLAGS or flag not in known.flags or _value_gone(known, flag, value):
             continue
@@ -97,11 +101,11 @@ def check_flags(view: RoleView) -> Iterator[Problem]:
             if gone := _value_gone(known, flag, value):
                 yield problem("EP302", place, f"is {in_yaml(value)}, which is gone from {_name(known)}", f"write {gone}")
             continue
-        longer = sorted(name for name in flags if name.startswith(flag))
+        longer = sorted(name for name in flags if flag and name.startswith(flag))
         if flag in old:
             yield problem("EP302", place, f"is gone from {_name(known)}", f"write {old[flag]}")
         elif len(longer) > 1:
-            yield problem("EP303", place, f"fits {', '.join(longer)} of {_name(known)}", "write one of them")
+            yield problem("EP303", place, f"fits {_some(longer)} of {_name(known)}", "write one of them")
         elif longer:
             yield problem("EP307", place, f"is short for {longer[0]}", f"write {longer[0]}")
         else:
@@ -193,6 +197,11 @@ def _name(known: Table) -> str:
 def _flag(key: str) -> str:
     """A flag's name without dashes before it, and without the JSON path after a dot."""
     return key.replace("_", "-").lstrip("-").split(".")[0]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"{', '.join(names[:MOST_NAMES])}{more}"
 
 
 def _suggest(name: str, known: Iterable[str], otherwise: str) -> str:

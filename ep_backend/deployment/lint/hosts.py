@@ -66,6 +66,14 @@ def check_router(deployment: Deployment) -> Iterator[Problem]:
         yield problem("EP410", place, what, f"set host: {EVERY_ADDRESS[0]}, or remove it: the scripts then do so")
 
 
+def check_ports(deployment: Deployment) -> Iterator[Problem]:
+    """`up` starts the control service beside the router."""
+    router, control = deployment.router, deployment.control
+    same = router.host == control.host or not {router.host, control.host}.isdisjoint(EVERY_ADDRESS)
+    if deployment.target.kind == "local" and control.port == router.port and same:
+        yield problem("EP014", ("control", "port"), f"is {control.port}, the router's port too", "choose another port")
+
+
 def check_control(deployment: Deployment, views: list[RoleView]) -> Iterator[Problem]:
     control = deployment.control
     if control.host not in LOOPBACK and control.key is None:

@@ -32,16 +32,21 @@ def check_model(deployment: Deployment) -> Iterator[Problem]:
 
 
 def check_machines(deployment: Deployment, views: list[RoleView]) -> Iterator[Problem]:
-    if not views or deployment.topology.device == "cpu":
+    """Too few machines are one mistake, not also one of each role that wants them."""
+    if not views:
         return
-    machine = views[0].machine
-    if machine.gpus_per_node is None:
-        return
-    have, need = machine.nodes * machine.gpus_per_node, sum(view.role.ep_size for view in views)
-    if need > have:
+    machine, need = views[0].machine, sum(view.role.ep_size for view in views)
+    gpus = (machine.gpus_per_node or 0) if deployment.topology.device == "cuda" else 0
+    if 0 < machine.nodes * gpus < need and not any(map(_crowded, views)):
         parts = " + ".join(f"{view.name} {view.role.ep_size}" for view in views)
-        what = f"is {machine.nodes}, so there are {have} GPUs, but the roles need {need} ({parts})"
-        yield problem("EP114", ("topology", "nodes"), what, f"use {-(-need // machine.gpus_per_node)}, or smaller roles")
+        what = f"is {machine.nodes}, so there are {machine.nodes * gpus} GPUs, but the roles need {need} ({parts})"
+        enough = max(-(-need // gpus), *(view.role.nodes for view in views))
+        yield problem("EP114", ("topology", "nodes"), what, f"use {enough}, or smaller roles")
+        return
+    for view in views:
+        if view.role.nodes > machine.nodes:
+            what = f"is {view.role.nodes}, but topology.nodes is {machine.nodes}"
+            yield problem("EP113", (*view.place, "nodes"), what, "raise topology.nodes or lower it here")
 
 
 def check_parallel(view: RoleView) -> Iterator[Problem]:
@@ -53,14 +58,10 @@ def check_parallel(view: RoleView) -> Iterator[Problem]:
             "is 1, must be above 1: with tensor parallelism alone vLLM calls no all-to-all backend",
             _parallel_fix(view),
         )
-    if role.nodes > view.deployment.topology.nodes:
-        what = f"is {role.nodes}, but topology.nodes is {view.deployment.topology.nodes}"
-        yield problem("EP113", (*place, "nodes"), what, "raise topology.nodes or lower it here")
-    gpus = view.machine.gpus_per_node
-    if gpus and view.deployment.topology.device == "cuda" and size > gpus * role.nodes:
+    if gpus := _crowded(view):
         what = f"is {role.nodes}, which have {gpus * role.nodes} GPUs for {size} ranks"
-        yield problem("EP117", (*place, "nodes"), what, f"use {-(-size // gpus)}")
-    if role.data_parallel % role.nodes:
+        yield problem("EP117", (*place, "nodes"), what, f"use {-(-size // gpus)}, or fewer ranks")
+    elif role.data_parallel % role.nodes and role.nodes <= view.machine.nodes:
         what = f"is {role.data_parallel}, must be a multiple of the role's {role.nodes} nodes"
         fix = f"use {role.nodes * (role.data_parallel // role.nodes + 1)}"
         yield problem("EP111", (*place, "data_parallel"), what, fix)
@@ -71,6 +72,12 @@ def check_parallel(view: RoleView) -> Iterator[Problem]:
             yield problem("EP112", at, f"is {per_node}, must divide the {size} EP ranks", "use a divisor")
         else:
             yield problem("EP112", at, f"gives {size} EP ranks, no multiple of an NVLink domain", "use whole domains")
+
+
+def _crowded(view: RoleView) -> int:
+    """The GPUs of a node, where the role's nodes have fewer than it has ranks; else 0."""
+    gpus = view.machine.gpus_per_node or 0
+    return gpus if view.deployment.topology.device == "cuda" and 0 < gpus * view.role.nodes < view.role.ep_size else 0
 
 
 def _parallel_fix(view: RoleView) -> str:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ep_backend.deployment.form import apart_from
 from ep_backend.deployment.lint import lint
 from ep_backend.deployment.lint.parser import check_with_engine
 from ep_backend.deployment.lint.texts import rules
@@ -14,13 +15,13 @@ from ep_backend.deployment.problems import DeploymentError, Finding
 def findings_of(file: Path, with_engine: bool = False) -> list[Finding]:
     """Everything that is wrong with a file; only its form, where nothing else can be judged."""
     try:
-        loaded, problems = read(file)
+        loaded, faults = read(file)
     except DeploymentError as error:
         return list(error.findings)
-    problems += lint(loaded.deployment)
+    found = lint(loaded.deployment)
     if with_engine:
-        problems += check_with_engine(loaded.deployment)
-    return loaded.findings(problems)
+        found += check_with_engine(loaded.deployment)
+    return loaded.findings([*faults, *apart_from(faults, found)])
 
 
 def is_error(finding: Finding) -> bool:

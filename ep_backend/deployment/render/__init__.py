@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ep_backend.deployment.form import apart_from
 from ep_backend.deployment.lint import lint
 from ep_backend.deployment.lint.texts import rules
 from ep_backend.deployment.load import read
@@ -48,13 +49,13 @@ def render(file: Path, kinds: Sequence[TargetKind] = ()) -> Rendered:
 
     `kinds`: targets; none: the file's own. Raises DeploymentError if lint finds an error for any of them.
     """
-    loaded, problems = read(file)
+    loaded, faults = read(file)
     deployment = loaded.deployment
-    wanted = list(dict.fromkeys(kinds)) or [deployment.target.kind]
+    wanted, found = list(dict.fromkeys(kinds)) or [deployment.target.kind], list[Problem]()
     for kind in wanted:
         aimed = deployment.model_copy(update={"target": deployment.target.model_copy(update={"kind": kind})})
-        problems += [*lint(aimed), *_missing(aimed)]
-    findings = loaded.findings(list(dict.fromkeys(problems)))
+        found += [*lint(aimed), *_missing(aimed)]
+    findings = loaded.findings(list(dict.fromkeys([*faults, *apart_from(faults, found)])))
     errors = [finding for finding in findings if rules()[finding.problem.code].severity == "error"]
     if errors:
         raise DeploymentError.of(errors)

@@ -1,0 +1,186 @@
+"""Faults of form: values and rules as the file spells them, one line a mistake, and nothing that only follows from one."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ep_backend.deployment.lint.report import findings_of
+from ep_backend.deployment.load import load
+from ep_backend.deployment.problems import DeploymentError
+from ep_backend.deployment.spelling import in_yaml
+
+WriteFile = Callable[..., Path]
+EP = "ep: {mode: direct, max_tokens: 1024}"
+REPR = re.compile(r"\bNone\b|\bTrue\b|\bFalse\b|<\w+|'\w+', '|\{'|Commented|ScalarFloat|nput should|Extra inputs")
+
+
+def one(file: Path) -> str:
+    (found,) = findings_of(file)
+    assert not REPR.search(str(found)), str(found)
+    return str(found).removeprefix(f"{file}:")
+
+
+@pytest.mark.parametrize(
+    ("was", "given", "said"),
+    [
+        (
+            "data_parallel: 2",
+            "data_parallel: two",
+            "6:5: roles.prefill.data_parallel: is two, must be a whole number; write a wh",
+        ),
+        ("data_parallel: 2", "data_parallel: 2.5", "is 2.5, must be a whole number; write a whole number [EP004]"),
+        ("data_parallel: 2", "data_parallel: true", "is true, must be a whole number; write a whole number [EP004]"),
+        ("data_parallel: 2", "data_parallel: [a, null]", "is [a, null], must be a whole number; write a whole number [EP004]"),
+        ("data_parallel: 2", "data_parallel:", "is null, must be a whole number; give it a value [EP004]"),
+        ("data_parallel: 2", "data_parallel: 0", "is 0, must be at least 1; write 1 or more [EP004]"),
+        ("data_parallel: 2", "dp: 2", "roles.prefill.dp: unknown key; did you mean `data_parallel`, which is missing? [EP002]"),
+        ("    data_parallel: 2\n", "", "5:3: roles.prefill.data_parallel: is missing; add it [EP003]"),
+        ("data_parallel: 2", "data_parallel: 2024-01-01", "is a date, must be text, a number, true or false, a list or a map"),
+        (EP, "ep:", "7:5: roles.prefill.ep: is null, must be a mapping; give it a value, or remove the key [EP004]"),
+        (EP, "ep: [direct]", "is [direct], must be a mapping; write keys below it, of mode, max_tokens, sms, overlap, "),
+        (EP, "mode: direct", "roles.prefill.mode: unknown key; write it below `ep` [EP002]"),
+        (
+            EP,
+            "max-num-seqs: 8",
+            "known here: engine, nodes, data_parallel, ep, args, env, image; flags of the engine belong belo",
+        ),
+        ("max_tokens: 1024", "timeout_s: -1", "is -1, must be above 0; write a number above 0 [EP004]"),
+        ("max_tokens: 1024", "fp8: {a: b}", "is {a: b}, must be true or false; write one of them [EP004]"),
+        ("max_tokens: 1024", "lanes: true", "is true, must be a whole number; write a whole number [EP004]"),
+        ("max_tokens: 1024", "timeout_s: true", "is true, must be a number; write a number [EP004]"),
+        ("max_tokens: 1024", "max_tokens: true", "is true, must be a whole number; write a whole number [EP004]"),
+        ("max_tokens: 1024", "lanes: 3", "is 3, must be 1 or 2; write one of them [EP004]"),
+        ("args: {max", "args: {1: a, max", '8:5: roles.prefill.args: has the key 1, must be text; write "1" in quotes [EP004]'),
+        ("args: {max", "env: {A: true}\n    args: {max", '8:11: roles.prefill.env.A: is true, must be text; write "true" in q'),
+        (
+            "args: {max",
+            "env: {A B: x}\n    args: {max",
+            "as a key, must be letters, digits and `_`, the first no digit; choose such",
+        ),
+        ("args: {max", "args: !!set {max", "roles.prefill.args: is of a type that YAML alone has, must be text"),
+        (
+            "max-num-seqs: 8",
+            "max_num_batched_tokens: 9",
+            "is max-num-batched-tokens again, in another spelling; keep one of them [EP300]",
+        ),
+        ("model: {path: model}", "model: model", "is model, must be a mapping; write keys below it, of path, preset,"),
+        ("model: {path: model}", "model: true", "is true, must be a mapping; write keys below it, of path, preset,"),
+        ("model: {path: model}", "model: {preset: 3}", 'is 3, must be text; write "3" in quotes [EP004]'),
+        (
+            "model: {path: model}",
+            "model: {preset: deepsek-v3}",
+            "is deepsek-v3, which is no model preset; did you mean `deepseek-v3`?",
+        ),
+        (
+            "model: {path: model}",
+            'model: {path: "a\\0"}',
+            "model.path: holds a NUL character, which neither paths nor arguments may",
+        ),
+        (
+            "{device: cuda}",
+            "{device: cuda, hbm: 80}",
+            "is 80, which is bytes, must be at least 1 MiB; write 80GiB if GiB are meant",
+        ),
+        (
+            "{device: cuda}",
+            "{device: cuda, hbm: infGiB}",
+            "is infGiB, must be a size such as 64GiB (KiB, MiB, GiB, KB, MB, GB); wri",
+        ),
+        (
+            "{device: cuda}",
+            "{device: cuda, nic: {gbs: 46, devices: mlx5_0}}",
+            "is mlx5_0, must be a list; write [mlx5_0] [EP004]",
+        ),
+        (
+            "{device: cuda}",
+            "{device: cuda, nic: {gbs: 46, devices: [mlx5 0]}}",
+            "is mlx5 0, must be a device such as mlx5_0, or mlx5_0:1 with its port",
+        ),
+        ("  decode:", "  decod:", "9:3: roles.decod: unknown key; did you mean `decode`? [EP002]"),
+    ],
+)
+def test_a_fault_is_one_line_in_yaml(was: str, given: str, said: str, write_file: WriteFile) -> None:
+    assert said in one(write_file((was, given)))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "1:1: is empty, must be a mapping with `name` and `roles`; write one [EP001]"),
+        ("true", "1:1: is only true, must be a mapping"),
+        ("a: 1\n--- \nb: 1\n", "not valid YAML: holds several documents, must be one; keep one, and no `---` after it"),
+        ("a: b\nc: \x07\n", "2:4: not valid YAML: holds the control character U+0007; remove it [EP001]"),
+        ("a: &a [x, *a]\n", "1:4: is an alias of what it is part of; write the values themselves [EP001]"),
+        ("a: &a\n  <<: *a\n", "1:4: is an alias of what it is part of"),
+        (
+            "a: &a [1,1,1,1,1,1,1,1,1,1]\n"
+            + "".join(
+                f"{new}: &{new} [{','.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+            ),
+            "5:1: e: stands for more than 100000 values by its aliases; write fewer [EP004]",
+        ),
+    ],
+    ids=["empty", "scalar", "documents", "control", "cycle", "merged", "laughs"],
+)
+def test_no_deployment_at_all(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.yaml").write_text(text)
+    assert said in one(tmp_path / "odd.yaml")
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_line_ends_and_byte_order_marks_are_no_faults(ending: str, mark: str, write_file: WriteFile) -> None:
+    file = write_file()
+    file.write_bytes((mark + file.read_text().replace("\n", ending)).encode())
+    assert findings_of(file) == []
+
+
+def test_what_may_follow_from_a_fault_is_not_told(write_file: WriteFile) -> None:
+    """Without max_tokens or the engine, other rules would compare defaults; the other role is still judged."""
+    batch = ("args: {max-num-batched-tokens: 256}", "args: {max-num-batched-tokens: 512}")
+    assert [f.problem.code for f in findings_of(write_file(batch))] == ["EP102"]
+    assert [f.problem.code for f in findings_of(write_file(batch, ("max_tokens: 1024", "lanes: x")))] == [
+        "EP004",
+        "EP102",
+    ]
+    assert one(
+        write_file(("max_tokens: 1024", "max_tokens: x"), ("max-num-batched-tokens: 1024", "max-num-batched-tokens: 99999"))
+    )
+    assert "is vlm, must be vllm or sglang" in one(write_file(("  decode:\n", "  decode:\n    engine: vlm\n")))
+    assert "topology.device: is tpu" in one(write_file(("device: cuda", "device: tpu"), ("max_tokens: 1024", "max_tokens: 8")))
+    router = findings_of(write_file(batch, ("router: {port: ", "router: {hold: maybe, port: ")))
+    assert [f.problem.code for f in router] == ["EP102", "EP004"]
+
+
+def test_too_few_machines_are_one_mistake(write_file: WriteFile) -> None:
+    small = ("topology: {device: cuda}", "topology: {device: cuda, gpus_per_node: 2}")
+    file = write_file(small, ("  prefill:\n", "  prefill:\n    nodes: 2\n"), ("  decode:\n", "  decode:\n    nodes: 2\n"))
+    with pytest.raises(DeploymentError) as caught:
+        load(file)
+    (said,) = caught.value.lines
+    assert "topology.nodes: is 1, so there are 2 GPUs, but the roles need 4 (prefill 2 + decode 2); use 2, or" in said
+
+
+def test_the_router_and_the_control_service_want_different_ports(write_file: WriteFile) -> None:
+    file = write_file(("router: {port: ", "control: {port: 9000}\nrouter: {port: 9000} #"))
+    assert "13:11: control.port: is 9000, the router's port too; choose another port [EP014]" in one(file)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "null"),
+        (True, "true"),
+        (["a", None, 1.5], "[a, null, 1.5]"),
+        ({"a": {"b": "c"}}, "{a: {b: c}}"),
+        ("8", "'8'"),
+        ("two words", "two words"),
+        ("a\nb", '"a\\nb"'),
+        ("ü", "ü"),
+        ("x" * 100, "x" * 77 + "..."),
+    ],
+)
+def test_how_values_are_spelt(value: object, text: str) -> None:
+    assert in_yaml(value) == text
