@@ -23,8 +23,9 @@ from torch.nn.functional import silu
 
 BLOCK = 128
 E4M3_MAX = 448.0
-TOKENS = [(0, 1, 7, 128), (512, 0, 128, 7), (128, 512, 1, 0), (7, 7, 512, 512), (0, 0, 0, 0), (1, 0, 0, 0)]
-"""Rows of each rank, batch by batch."""
+TOKENS = [(0, 1, 7, 128), (512, 0, 128, 7), (128, 512, 1, 0), (7, 7, 512, 512), (1, 0, 0, 0)]
+"""Rows of each rank, batch by batch. Every rank receives some; NOTHING is a batch of which none does."""
+NOTHING = (0, 0, 0, 0)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ pytest.importorskip("sglang", reason="these tests run SGLang's experts")
 import torch
 
 from tests.core.pool import World
-from tests.server_plugins.moe import DEEPSEEK_V3, TOKENS
+from tests.server_plugins.moe import DEEPSEEK_V3, NOTHING, TOKENS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(540)]
 
@@ -26,16 +26,17 @@ fp8_or_not = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 every_world = pytest.mark.parametrize(("size", "gpus_per_node"), WORLDS)
 
 
-def every_batch(world: World, mode: str, gpus_per_node: int, fp8: bool) -> dict[str, Any]:
+def every_batch(world: World, mode: str, gpus_per_node: int, fp8: bool, batches: list[tuple[int, ...]]) -> dict[str, Any]:
     from tests.server_plugins.moe import Batch, check, exact
     from tests.server_plugins.sglang_gpu import Alone, Layer, weights
 
     alone, lost = Alone(world, DEEPSEEK_V3, fp8), []
     with torch.inference_mode(), Layer(world, DEEPSEEK_V3, fp8, mode, gpus_per_node) as layer:
-        for seed, tokens in enumerate(TOKENS):
+        for seed, tokens in enumerate(batches):
             batch = Batch.make(DEEPSEEK_V3, 10 * seed + world.rank, tokens[world.rank], world.device)
             truth = exact(weights(world, DEEPSEEK_V3, fp8), batch.without_holes())
             lost.append(check(layer.run(batch), alone.run(batch), truth, fp8))
+        world.settle()
         (buffer,) = layer.runtime.buffers
         return {
             "counted": buffer.stats()["modes"][mode],
@@ -48,10 +49,18 @@ def every_batch(world: World, mode: str, gpus_per_node: int, fp8: bool) -> dict[
 @fp8_or_not
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_one_process(ranks, size, gpus_per_node, fp8, mode):
-    for seen in ranks(size, "nvshmem").run(every_batch, mode, gpus_per_node, fp8, timeout=TIMEOUT_S):
+    for seen in ranks(size, "nvshmem").run(every_batch, mode, gpus_per_node, fp8, TOKENS, timeout=TIMEOUT_S):
         print(f"sglang {size} ranks {mode} {seen['payloads'][0]}: {max(seen['lost']):.5f} of the exact result's norm lost")
         assert seen["counted"]["dispatches"] == seen["counted"]["combines"] == len(TOKENS)
         assert seen["payloads"] == ["FP8" if fp8 else "BF16"]
+
+
+@every_world
+@fp8_or_not
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_that_receive_nothing(ranks, size, gpus_per_node, fp8, mode):
+    for seen in ranks(size, "nvshmem").run(every_batch, mode, gpus_per_node, fp8, [NOTHING] * 2, timeout=TIMEOUT_S):
+        assert seen["counted"]["combines"] == 2
 
 
 def received(world: World, mode: str, gpus_per_node: int, fp8: bool) -> None:
@@ -114,7 +123,7 @@ def replayed(world: World, mode: str, gpus_per_node: int, fp8: bool) -> int:
         with torch.cuda.graph(graph):
             out = layer.run(static)
         capturing(False)
-        for seed, tokens in enumerate(TOKENS * 2):
+        for seed, tokens in enumerate([*TOKENS, NOTHING] * 2):
             batch = Batch.make(shape, 10 * seed + world.rank, tokens[world.rank], world.device)
             static.refill(batch)
             out.fill_(float("nan"))
@@ -125,6 +134,7 @@ def replayed(world: World, mode: str, gpus_per_node: int, fp8: bool) -> int:
             check(got, one_process, truth, fp8)
             if seed % 3 == 0:
                 check(layer.run(batch), one_process, truth, fp8)
+        world.settle()
         (buffer,) = layer.runtime.buffers
         assert buffer.failure() is None
         return buffer.stats()["modes"][mode]["dispatches"]
@@ -134,7 +144,7 @@ def replayed(world: World, mode: str, gpus_per_node: int, fp8: bool) -> int:
 @fp8_or_not
 @pytest.mark.parametrize("mode", DECODE)
 def test_captured_equals_one_process(ranks, size, gpus_per_node, fp8, mode):
-    replays = 2 * len(TOKENS)
+    replays = 2 * len([*TOKENS, NOTHING])
     for dispatches in ranks(size, "nvshmem").run(replayed, mode, gpus_per_node, fp8, timeout=TIMEOUT_S):
         assert dispatches == 1 + replays + replays // 3
 

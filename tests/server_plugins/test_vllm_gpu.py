@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="these tests run vLLM's experts")
 import torch
 
 from tests.core.pool import World
-from tests.server_plugins.moe import DEEPSEEK_V3, TOKENS
+from tests.server_plugins.moe import DEEPSEEK_V3, NOTHING, TOKENS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(540)]
 
@@ -33,17 +33,18 @@ fp8_or_not = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 every_world = pytest.mark.parametrize(("size", "gpus_per_node"), WORLDS)
 
 
-def every_batch(world: World, mode: str, gpus_per_node: int, fp8: bool) -> dict[str, Any]:
+def every_batch(world: World, mode: str, gpus_per_node: int, fp8: bool, batches: list[tuple[int, ...]]) -> dict[str, Any]:
     from tests.server_plugins.moe import Batch, check, exact
     from tests.server_plugins.vllm_gpu import Layer, weights
 
     alone = Layer(world, DEEPSEEK_V3, fp8)
     with Layer(world, DEEPSEEK_V3, fp8, ep=(mode, gpus_per_node)) as layer:
         lost = []
-        for seed, tokens in enumerate(TOKENS):
+        for seed, tokens in enumerate(batches):
             batch = Batch.make(DEEPSEEK_V3, 10 * seed + world.rank, tokens[world.rank], world.device)
             truth = exact(weights(world, DEEPSEEK_V3, fp8), batch.without_holes())
             lost.append(check(layer.run(batch), alone.run(batch), truth, fp8))
+        world.settle()
         (buffer,) = layer.manager.buffers
         return {
             "counted": buffer.stats()["modes"][mode],
@@ -57,13 +58,21 @@ def every_batch(world: World, mode: str, gpus_per_node: int, fp8: bool) -> dict[
 @fp8_or_not
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_one_process(ranks, size, gpus_per_node, fp8, mode):
-    for seen in ranks(size, "nvshmem").run(every_batch, mode, gpus_per_node, fp8, timeout=TIMEOUT_S):
+    for seen in ranks(size, "nvshmem").run(every_batch, mode, gpus_per_node, fp8, TOKENS, timeout=TIMEOUT_S):
         print(
             f"vllm {size} ranks {mode} {'fp8' if fp8 else 'bf16'} {seen['experts']}: lost {max(seen['lost']):.5f} of the norm"
         )
         assert seen["counted"]["dispatches"] == seen["counted"]["combines"] == len(TOKENS)
         assert seen["payloads"] == ["FP8" if fp8 else "BF16"]
         assert seen["experts"] == EXPERTS[fp8, mode in DECODE]
+
+
+@every_world
+@fp8_or_not
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_that_receive_nothing(ranks, size, gpus_per_node, fp8, mode):
+    for seen in ranks(size, "nvshmem").run(every_batch, mode, gpus_per_node, fp8, [NOTHING] * 2, timeout=TIMEOUT_S):
+        assert seen["counted"]["combines"] == 2
 
 
 def received(world: World, mode: str, gpus_per_node: int, fp8: bool) -> None:
@@ -122,7 +131,7 @@ def replayed(world: World, mode: str, gpus_per_node: int, fp8: bool) -> int:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = layer.run(static)
-        for seed, tokens in enumerate(TOKENS * 2):
+        for seed, tokens in enumerate([*TOKENS, NOTHING] * 2):
             batch = Batch.make(shape, 10 * seed + world.rank, tokens[world.rank], world.device)
             static.refill(batch)
             out.fill_(float("nan"))
@@ -133,6 +142,7 @@ def replayed(world: World, mode: str, gpus_per_node: int, fp8: bool) -> int:
             check(got, one_process, truth, fp8)
             if seed % 3 == 0:
                 check(layer.run(batch), one_process, truth, fp8)
+        world.settle()
         (buffer,) = layer.manager.buffers
         assert buffer.failure() is None
         return buffer.stats()["modes"][mode]["dispatches"]
@@ -142,7 +152,7 @@ def replayed(world: World, mode: str, gpus_per_node: int, fp8: bool) -> int:
 @fp8_or_not
 @pytest.mark.parametrize("mode", DECODE)
 def test_captured_equals_one_process(ranks, size, gpus_per_node, fp8, mode):
-    replays = 2 * len(TOKENS)
+    replays = 2 * len([*TOKENS, NOTHING])
     for dispatches in ranks(size, "nvshmem").run(replayed, mode, gpus_per_node, fp8, timeout=TIMEOUT_S):
         assert dispatches == 1 + replays + replays // 3
 
