@@ -217,7 +217,8 @@ def kernels(w: Workload, steps: Steps, count: int = 20) -> dict[str, float]:
         torch.cuda.synchronize()
     by_name: dict[str, list[float]] = {}
     for e in found.events():
-        by_name.setdefault(e.name, []).append(e.device_time)
+        if e.device_type.name == "CUDA":
+            by_name.setdefault(e.name, []).append(e.time_range.elapsed_us())
     return {name: round(statistics.median(us), 2) for name, us in by_name.items() if len(us) >= count}
 
 
