@@ -83,3 +83,9 @@ def test_device_code_of_another_nvshmem_is_refused() -> None:
     for image in ("3.3.9", None):
         with pytest.raises(EpError, match=r"hold NVSHMEM .*loaded 3\.4\.5"):
             launch.same_nvshmem(image, "3.4.5")
+
+
+def test_an_image_of_other_sources_is_refused() -> None:
+    launch.same_arguments("ep_send", (0, 0, launch.ARGS_BYTES))
+    with pytest.raises(EpError, match=rf"image of ep_send takes 968 bytes .*packs {launch.ARGS_BYTES}"):
+        launch.same_arguments("ep_send", (0, 0, 968))

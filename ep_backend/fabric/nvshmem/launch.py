@@ -136,9 +136,10 @@ class Kernel:
     def __init__(self, library: Any, name: str) -> None:
         api = driver()
         function = check(api.cuKernelGetFunction(check(api.cuLibraryGetKernel(library, name.encode()))))
+        check(api.cuFuncLoad(function))  # at its first launch, loading could wait for a kernel that waits for peers
+        same_arguments(name, api.cuFuncGetParamInfo(function, 0))
         attribute = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(api.cuFuncSetAttribute(function, attribute, STAGE_BYTES))
-        check(api.cuFuncLoad(function))  # at its first launch, loading could wait for a kernel that waits for peers
         self._function = ctypes.c_void_p(int(function))
         self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
 
@@ -165,6 +166,16 @@ def kernels(device: torch.device, rail_put: bool) -> dict[str, Kernel]:
                 raise EpError(f"NVSHMEM did not take the image {path.name} (status {status})")
         found.update({name: Kernel(library, f"ep_{name}") for name in names})
     return found
+
+
+def same_arguments(kernel: str, parameter: tuple[Any, ...]) -> None:
+    """An image of other sources would read its argument at other offsets. ``parameter``: what cuFuncGetParamInfo returned."""
+    check(parameter)
+    if parameter[2] != ARGS_BYTES:
+        raise EpError(
+            f"the image of {kernel} takes {parameter[2]} bytes of arguments, this package packs {ARGS_BYTES}: they are not of "
+            "one build; run kernels/build.py"
+        )
 
 
 def same_nvshmem(image: str | None, library: str) -> None:
