@@ -90,6 +90,14 @@ def test_a_full_disk_is_one_line(command: list[str]) -> None:
     assert (done.returncode, done.stderr) == (1, said)
 
 
+def test_a_folder_that_cannot_be_made_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ep_backend", "checkpoint", "/proc/no"], capture_output=True, text=True, timeout=60
+    )
+    said = "ep-backend: /proc/no cannot be written: No such file or directory; choose another folder\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
 def test_a_closed_output_is_no_error() -> None:
     command = f"{shlex.quote(sys.executable)} -m ep_backend explain EP101 >&-"
     done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, timeout=60)

@@ -91,6 +91,23 @@ def test_diff(tmp_path: Path) -> None:
     assert run("diff", EP128, EP128).stdout == "no difference\n"
 
 
+def test_diff_spells_values_as_the_file_does(tmp_path: Path) -> None:
+    new = tmp_path / "new.yaml"
+    text = Path(EP128).read_text()
+    for was, becomes in (
+        ("mode: auto, max_tokens: 128, fp8: true", "mode: auto, max_tokens: 128, fp8: false, sms: 8"),
+        ("router: {host: 0.0.0.0,", "router: {hold: true, host: 0.0.0.0,"),
+    ):
+        assert was in text
+        text = text.replace(was, becomes)
+    new.write_text(text)
+    lines = run("diff", EP128, str(new)).stdout
+    assert "roles.decode.ep.fp8: true -> false;" in lines
+    assert "roles.decode.ep.sms: null -> 8;" in lines
+    assert "router.hold: false -> true;" in lines
+    assert not {"None", "True", "False"} & set(lines.replace(";", " ").split())
+
+
 def test_schema_prints_what_ships() -> None:
     assert run("schema").stdout == (DEPLOY / "schema" / "deployment.json").read_text()
 

@@ -53,7 +53,10 @@ def checkpoint(
         write_shape(out, model)
         print(f"{out}: {model}, without weights")
         return
-    parameters = write_checkpoint(out, seed, model)
+    try:
+        parameters = write_checkpoint(out, seed, model)
+    except OSError as error:
+        raise fail(OSError(f"{out} cannot be written: {error.strerror}; choose another folder")) from None
     print(f"{out}: {model}, {parameters / 1e6:.2f} M parameters, seed {seed}")
 
 
@@ -100,7 +103,7 @@ def down(file: File) -> None:
 @app.command()
 def status(
     file: File,
-    as_json: Annotated[bool, typer.Option("--json", help="the control service's answer as JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="the control service's answer as JSON; see docs/json.md")] = False,
 ) -> None:
     """Show what every rank's buffer did: the mode desired and executed, calls, records and bytes per path."""
     from ep_backend.control.client import ControlClient, ControlFailed

@@ -11,7 +11,9 @@ def register(app: typer.Typer) -> None:
     app.command()(modes)
 
 
-def modes(as_json: Annotated[bool, typer.Option("--json", help="both tables as JSON")] = False) -> None:
+def modes(
+    as_json: Annotated[bool, typer.Option("--json", help="both tables as JSON; docs/json.md lists the keys")] = False,
+) -> None:
     """Show the four modes and what `auto` picks when."""
     from ep_backend.modes import MODES
     from ep_backend.policy import POLICY

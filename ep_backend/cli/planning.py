@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 File = Annotated[Path, typer.Argument(help="the deployment file", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="as JSON; docs/plan.md lists the keys")]
 
 
 class Format(str, Enum):
@@ -25,7 +24,7 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     file: File,
-    as_json: Json = False,
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON; docs/plan.md lists the keys")] = False,
     picture: Annotated[
         Path | None, typer.Option("--plot", help="also write a picture of step time over batch size", show_default=False)
     ] = None,
@@ -42,7 +41,10 @@ def plan(
         if picture is not None:
             from ep_backend.plan.plot import plot
 
-            plot(deployment, picture)
+            try:
+                plot(deployment, picture)
+            except OSError as error:
+                raise _fail(ValueError(f"--plot {picture} cannot be written: {error.strerror}; choose another")) from None
     except (DeploymentError, ModelUnknown, ValueError) as error:
         raise _fail(error) from None
     if as_json:
@@ -56,7 +58,9 @@ def plan(
 
 def lint(
     files: Annotated[list[Path], typer.Argument(help="deployment files", show_default=False)],
-    output: Annotated[Format, typer.Option("--format", help="github: annotations of a workflow run")] = Format.TEXT,
+    output: Annotated[
+        Format, typer.Option("--format", help="json: docs/json.md lists the keys; github: annotations of a workflow run")
+    ] = Format.TEXT,
     engine: Annotated[
         bool, typer.Option("--engine", help="also let the engine installed here parse every role's flags (slow)")
     ] = False,
@@ -86,11 +90,16 @@ def explain(
     print(f"{found.code} ({found.severity}): {found.title}\n\nWhy: {found.why}\nFix: {found.fix}\nFrom: {found.source}")
 
 
-def diff(old: File, new: File, as_json: Json = False) -> None:
+def diff(
+    old: File,
+    new: File,
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON; docs/json.md lists the keys")] = False,
+) -> None:
     """Compare two deployments: each change is hot, drain, restart or redeploy, and why."""
     from ep_backend.deployment.changes import changes
     from ep_backend.deployment.load import load
     from ep_backend.deployment.problems import DeploymentError
+    from ep_backend.deployment.spelling import in_yaml
 
     try:
         found = changes(load(old).deployment, load(new).deployment)
@@ -101,7 +110,7 @@ def diff(old: File, new: File, as_json: Json = False) -> None:
         print(json.dumps([{"place": ".".join(c.place)} | {k: getattr(c, k) for k in keys} for c in found], indent=2))
         return
     for change in found:
-        print(f"{change.kind:8}  {'.'.join(change.place)}: {change.old} -> {change.new}; {change.why}")
+        print(f"{change.kind:8}  {'.'.join(change.place)}: {in_yaml(change.old)} -> {in_yaml(change.new)}; {change.why}")
     if not found:
         print("no difference")
 

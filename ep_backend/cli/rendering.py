@@ -78,7 +78,9 @@ def migrate(
     topology: Annotated[
         str | None, typer.Option(help="a topology preset: commands say nothing of it", show_default=False)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="file, changes and lint's findings as JSON")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="file, changes and findings as JSON; docs/json.md lists the keys")
+    ] = False,
 ) -> None:
     """Turn commands or manifests that start SGLang or vLLM into a deployment file. Exit 1 if lint still finds errors in it."""
     from ep_backend.deployment.lint.report import is_error
