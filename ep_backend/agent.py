@@ -176,6 +176,7 @@ def rank_status(
         "timeouts": sum(int(s["timeouts"]) for s in stats),
         "modes": _sum([s["modes"] for s in stats]),
         "max_tokens": latest.get("max_tokens", {}),
+        "expert_rows": latest.get("expert_rows", []),
         "wait_s": _sum([s["wait_s"] for s in stats]),
         "buffer_bytes": _sum([s["buffer_bytes"] for s in stats]),
         "flip": state,

@@ -283,7 +283,7 @@ def flip(served: Served, document: dict[str, Any], folder: Path, mode: str) -> d
 def _executed(served: Served, mode: str) -> list[dict[str, Any]]:
     """What every rank's buffer says."""
     assert served.state is not None
-    keys = ("rank", "mode_desired", "mode_executed", "epoch", "failed", "error", "max_tokens", "sms", "graphs")
+    keys = ("rank", "mode_desired", "mode_executed", "epoch", "failed", "error", "max_tokens", "expert_rows", "sms", "graphs")
     found = []
     for status in all_statuses(served.state):
         dispatches = {name: counters.dispatches for name, counters in status.modes.items() if counters.dispatches}

@@ -79,6 +79,7 @@ class RankStatus(BaseModel):
     timeouts: int = 0
     modes: dict[str, ModeCounters] = {}
     max_tokens: dict[str, int] = {}
+    expert_rows: list[int] = []  # received by each local expert
     wait_s: dict[int, float] = {}
     buffer_bytes: dict[str, int] = {}
     sms: int | None = None

@@ -127,6 +127,7 @@ def test_values_are_the_ranks_own(scraped: tuple[Service, Instance]) -> None:
     assert {region for region, size in status["buffer_bytes"].items() if size} >= {"control", "words", "dispatch", "combine"}
     for region, size in status["buffer_bytes"].items():
         assert value("buffer_bytes", region=region) == size
+    assert sum(status["expert_rows"]) > 0
     assert value("num_sms") == 20 and value("fallback", reason="capacity") == 3
     direct = status["modes"]["direct"]
     measured = (direct["seconds"] + direct["combine_seconds"]) / direct["dispatches"]
