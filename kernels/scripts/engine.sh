@@ -40,6 +40,7 @@ EOF
 left=$((570 - (SECONDS - started)))
 case $step in
 layers)
+  export VLLM_LOGGING_LEVEL=WARNING
   PYTHONPATH=$PWD:$site timeout $left python3 -m pytest -q -s --tb=short -p no:cacheprovider --timeout $left \
     "tests/server_plugins/test_${engine}_gpu.py" "$@" 2>&1 | tee "$log"
   ;;

@@ -43,7 +43,7 @@ def sglang(checkpoint: str) -> tuple[list[list[int]], bool]:
         grammar_backend="none",
         context_length=256,
         mem_fraction_static=0.3,
-        cuda_graph_max_bs=8,
+        cuda_graph_max_bs_decode=8,
     )
     try:
         asked = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
