@@ -27,7 +27,9 @@ def _is(takes: Takes, action: argparse.Action, flag: str) -> bool:
     if takes is None:
         return True
     if isinstance(takes, list):
-        return action.nargs is None and {str(word) for word in action.choices or () if word is not None} == set(takes)
+        # Where the plug-in is loaded, its own name is a choice too.
+        choices = {str(word) for word in action.choices or () if word not in (None, "ep_backend")}
+        return action.nargs is None and choices == set(takes)
     if takes == BOOLEAN:
         return boolean
     if takes == SWITCH:
