@@ -66,6 +66,11 @@ def one(file: Path) -> str:
             "is max-num-batched-tokens again, in another spelling; keep one of them [EP300]",
         ),
         ("model: {path: model}", "model: model", "is model, must be a mapping; write keys below it, of path, preset,"),
+        (
+            "{path: model}",
+            "{path: model, routing: {kind: measured, nodes_per_token: 99}}",
+            "model.routing.nodes_per_token: is 99, but the roles span 1 NVLink domain(s) at most; give a mean of 1 or less",
+        ),
         ("model: {path: model}", "model: true", "is true, must be a mapping; write keys below it, of path, preset,"),
         ("model: {path: model}", "model: {preset: 3}", 'is 3, must be text; write "3" in quotes [EP004]'),
         (

@@ -143,6 +143,10 @@ def check_measurements(deployment: Deployment, views: list[RoleView]) -> Iterato
     if (routing.kind == "measured") != bool(given) or len(given) > 1:
         what = f"is {routing.kind} with {len(given)} measurements"
         yield problem("EP130", ("model", "routing", "kind"), what, "give nodes_per_token or expert_counts with measured only")
+    spans = [view.group.nodes for view in views if view.group is not None]
+    if routing.nodes_per_token is not None and spans and routing.nodes_per_token > max(spans):
+        what = f"is {routing.nodes_per_token:g}, but the roles span {max(spans)} NVLink domain(s) at most"
+        yield problem("EP130", ("model", "routing", "nodes_per_token"), what, f"give a mean of {max(spans)} or less")
     for place, file in (
         (("model", "routing", "expert_counts"), routing.expert_counts),
         (("topology", "bench"), deployment.topology.bench),
@@ -170,6 +174,9 @@ def _faults(kind: str, file: Path, views: list[RoleView]) -> Iterator[str]:
             recalibrated(calibrations()["link-rate"], file)
             return
         counted = len(read_counts(file)[0])
+    except UnicodeDecodeError:
+        yield f"{file} is no text in UTF-8"
+        return
     except ValueError as error:
         yield str(error)
         return

@@ -53,6 +53,7 @@ OTHER_BACKENDS = re.compile(
     r"SGLANG_(DEEPEP|MORI|NIXL|PPLX)_|VLLM_DEEPEP_|DEEPEP_|EP_(JIT|NUM|DISABLE_GIN|NIC|OVERRIDE|REUSE|BUFFER)_?"
 )
 MOST_NAMES = 6
+FRACTIONS = ("gpu-memory-utilization", "mem-fraction-static")
 NVSHMEM_PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 
 
@@ -82,7 +83,10 @@ def check_values(view: RoleView) -> Iterator[Problem]:
             continue
         if isinstance(takes, list) and version not in (None, known.version):
             takes = TEXT
-        if fault := refused(takes, value):
+        if flag in FRACTIONS and isinstance(value, (int, float)) and not 0 < value <= 1:
+            what = f"is {in_yaml(value)}, must be a share of the GPU's memory, above 0 and at most 1"
+            yield problem("EP309", (*view.place, "args", key), what, "write one such as 0.85")
+        elif fault := refused(takes, value):
             kind, fix = fault
             what = f"is {in_yaml(value)}, but {_name(known)} takes {kind}"
             yield problem("EP309", (*view.place, "args", key), what, fix)
