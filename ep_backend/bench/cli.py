@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from rich.console import Console
 
 from ep_backend.bench import results
 from ep_backend.bench.suites import SUITES, Case
+from ep_backend.deployment.processes import signals_noted
 
 SILENCE_S = 90.0  # longest that one case may take
 GRACE_S = 30.0  # for the case under way when the time is up
@@ -118,25 +118,39 @@ def _start(
     ]
     env = {"OMP_NUM_THREADS": "1", **os.environ}
     file.touch()
-    with log.open("wb") as said, file.open() as found:
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+    rest = ""  # of a line that is not whole yet
+    noted: list[int] = []
+    with signals_noted(noted.append), log.open("wb") as said, file.open() as found:
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=env)
         try:
             heard = time.time()
-            while (ended := process.poll()) is None and time.time() < min(heard + SILENCE_S, options["deadline"] + GRACE_S):
+            while (ended := process.poll()) is None and not noted:
+                if time.time() > min(heard + SILENCE_S, options["deadline"] + GRACE_S):
+                    break
                 time.sleep(0.1)
-                if text := found.read():
+                *whole, rest = (rest + found.read()).split("\n")
+                for one in whole:
                     heard = time.time()
-                    for one in text.splitlines():
-                        _keep(json.loads(one), lines, output)
+                    _keep(json.loads(one), lines, output)
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        for one in found.read().splitlines():
+            _stop(process)
+        for one in (rest + found.read()).split("\n")[:-1]:
             _keep(json.loads(one), lines, output)
+    if noted:
+        raise typer.Exit(128 + noted[0])
     if ended is None:
         return None if time.time() > options["deadline"] else f"no result within {SILENCE_S:g} s"
     return f"the ranks ended with status {ended}" if ended else None
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """torchrun stops its ranks; should it not, they end with it."""
+    process.terminate()
+    try:
+        process.wait(40.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _keep(line: dict[str, Any], lines: list[dict[str, Any]], output: Path | None) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -398,6 +400,7 @@ def about(me: Rank) -> dict[str, Any]:
 
 def main(options: dict[str, Any]) -> int:
     """Measures ``cases`` in order until ``deadline`` (seconds since the epoch); appends a line for each to ``results``."""
+    _end_with_the_launcher()
     fabric, device = options["fabric"], torch.device("cpu")
     if fabric == "nvshmem":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -429,6 +432,11 @@ def main(options: dict[str, Any]) -> int:
     buffers.close()
     dist.destroy_process_group()
     return 0
+
+
+def _end_with_the_launcher() -> None:
+    """torchrun gives ranks sessions of their own: one that outlived it would keep its GPU."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _is_broken(me: Rank) -> bool:

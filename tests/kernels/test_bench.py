@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +108,37 @@ def test_ranks_that_end_are_started_again_without_the_case(monkeypatch: pytest.M
     lines = cli.run(1, options, TINY[:2], 100.0)
     assert [line["name"] for line in lines] == [c.name for c in TINY[:2]]
     assert all("ended with status 1" in line["error"] for line in lines)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_leaves_no_rank(tmp_path: Path) -> None:
+    arguments = ["--fabric", "host", "--suite", "tiny", "--rounds", "1000000", "--ranks", "2", "--commit", tmp_path.name]
+    run = subprocess.Popen([sys.executable, "-m", "ep_backend.bench.cli", *arguments], stderr=subprocess.DEVNULL)
+
+    def ranks_of_it() -> int:
+        count = 0
+        for file in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                words = file.read_bytes().decode(errors="replace").split("\0")
+                count += (
+                    "ep_backend.bench.worker" in words and "torch.distributed.run" not in words and tmp_path.name in words[-2]
+                )
+        return count
+
+    def wait_for(count: int) -> None:
+        deadline = time.monotonic() + 60
+        while ranks_of_it() != count:
+            assert time.monotonic() < deadline, f"{ranks_of_it()} ranks run, not {count}"
+            time.sleep(0.2)
+
+    try:
+        wait_for(2)
+        time.sleep(5.0)  # so that they are past their imports
+        run.terminate()
+        assert run.wait(60) == 128 + signal.SIGTERM
+        wait_for(0)
+    finally:
+        run.kill()
 
 
 def test_no_case_begins_when_the_time_is_up() -> None:
