@@ -178,7 +178,7 @@ def many_buffers(world: World) -> tuple[int, int]:
 
 
 def test_twenty_buffers_leave_no_growth(ranks: Any, fabric: str) -> None:
-    for files, kib in ranks(2, fabric).run(many_buffers, timeout=120):
+    for files, kib in ranks(2, fabric).run(many_buffers, timeout=240):
         assert files <= 0, f"{files} more open files"
         if fabric != "emulated":  # whose threads' stacks stay
             assert kib < 16 << 10, f"{kib} KiB more; one heap is larger than that"

@@ -28,6 +28,9 @@ from ep_backend.fabric.nvshmem.launch import ARGS_BYTES, IMAGE_KERNELS, PUT_IMAG
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[2] / "kernels"
 MULTIPROCESSORS = 3  # blocks are threads of this machine
+# Kernels that wait for peers, combine if it sums: their blocks are resident together. Others need not be.
+WAITING = {f"ep_{name}" for name in ("dispatch", "await", "forward", "relay_sum", "rail_sum", "expert_await", "expert_sum")}
+WAITING |= {f"ep_ring_{name}" for name in ("count", "dispatch", "combine")}
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE")
 
 
@@ -68,13 +71,14 @@ class Kernel:
         self.name = name
         self._entry = ctypes.cast(getattr(library, name), ctypes.c_void_p)
         self._launch = library.emulator_launch
-        self._launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_uint] * 4)
+        self._launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_uint] * 5)
         self._seed = int(os.environ.get("EP_EMULATOR_SEED", os.getpid()))
 
     def launch(self, how: Launch, args: Args, stream: int) -> None:
         assert len(args.buffer) == ARGS_BYTES
         Kernel.launches += 1
-        rest = how.blocks, 32 * how.warps, self._seed + Kernel.launches, stream
+        waits = self.name in WAITING or (self.name == "ep_combine" and how.roles.receivers > 0)
+        rest = how.blocks, 32 * how.warps, self._seed + Kernel.launches, stream, int(not waits and Kernel.launches % 2)
         if stream == 0:
             self._launch(self._entry, args.buffer, *rest)
         else:  # the caller goes on and packs other arguments

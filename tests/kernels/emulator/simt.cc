@@ -429,14 +429,17 @@ uint64_t nanoseconds() {
 
 // Returns when every block has ended. Launches of different streams may overlap.
 extern "C" void emulator_launch(simt::Entry entry, const ep::Args* args, unsigned blocks, unsigned threads, unsigned seed,
-                                unsigned stream) {
+                                unsigned stream, unsigned apart) {
   static auto* streams = new std::map<unsigned, std::vector<simt::Multiprocessor*>>;
   static std::mutex lock;
   std::unique_lock<std::mutex> hold(lock);
   std::vector<simt::Multiprocessor*>& all = (*streams)[stream];
   hold.unlock();
   while (all.size() < blocks) all.push_back(new simt::Multiprocessor);
-  for (unsigned b = 0; b < blocks; ++b) all[b]->start({entry, args, blocks, threads, seed}, b);
+  for (unsigned b = blocks; b-- > 0;) {
+    all[b]->start({entry, args, blocks, threads, seed}, b);
+    if (apart) all[b]->await();
+  }
   for (unsigned b = 0; b < blocks; ++b) all[b]->await();
 }
 extern "C" void emulator_join(char* own, size_t size, char** peers, unsigned ranks) {

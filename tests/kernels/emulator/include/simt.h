@@ -4,7 +4,8 @@
 // next ready fiber is chosen at random, so that every run takes another interleaving (EP_EMULATOR_SEED fixes the choice).
 // Bulk copies are late on purpose: a load may happen as late as its await, a store's source may be read as late as
 // await_read, and its bytes may arrive as late as await_stored or the thread's end.
-// Not modelled: caches, weak order between ordinary stores, co-residency of blocks.
+// In every second launch of a kernel that waits for no peer, blocks run one after the other, as on a GPU with no room for two.
+// Not modelled: caches, weak order between ordinary stores.
 #pragma once
 #include <cmath>
 #include <cstdint>
