@@ -170,7 +170,7 @@ def test_too_few_machines_are_one_mistake(write_file: WriteFile) -> None:
 
 def test_the_router_and_the_control_service_want_different_ports(write_file: WriteFile) -> None:
     file = write_file(("router: {port: ", "control: {port: 9000}\nrouter: {port: 9000} #"))
-    assert "13:11: control.port: is 9000, the router's port too; choose another port [EP014]" in one(file)
+    assert "13:11: control.port: 9000 is the router's port too; choose another port [EP014]" in one(file)
 
 
 @pytest.mark.parametrize(

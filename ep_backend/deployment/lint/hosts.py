@@ -71,7 +71,7 @@ def check_ports(deployment: Deployment) -> Iterator[Problem]:
     router, control = deployment.router, deployment.control
     same = router.host == control.host or not {router.host, control.host}.isdisjoint(EVERY_ADDRESS)
     if deployment.target.kind == "local" and control.port == router.port and same:
-        yield problem("EP014", ("control", "port"), f"is {control.port}, the router's port too", "choose another port")
+        yield problem("EP014", ("control", "port"), f"{control.port} is the router's port too", "choose another port")
 
 
 def check_control(deployment: Deployment, views: list[RoleView]) -> Iterator[Problem]:
