@@ -24,7 +24,8 @@ def needs_key(key: str | None) -> Callable[..., None]:
 
     def allow(authorization: str = Header(default="")) -> None:
         if key and not hmac.compare_digest(authorization.encode(), f"Bearer {key}".encode()):
-            raise HTTPException(401, "a key is needed here: send Authorization: Bearer KEY")
+            given = "the key sent is not the one of this service" if authorization else "a key is needed here"
+            raise HTTPException(401, f"{given}: send Authorization: Bearer KEY")
 
     return allow
 

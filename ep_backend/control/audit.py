@@ -17,6 +17,7 @@ class Audit:
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
         entry = AuditEntry(time=time, client=client, action=action, what=what, outcome=outcome)
         self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.touch(mode=0o600)
         with self._file.open("a", encoding="utf-8") as log:
             log.write(entry.model_dump_json() + "\n")
 

@@ -1,5 +1,6 @@
 """What differs between two deployments, and what it takes to get from one to the other."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -10,6 +11,8 @@ from ep_backend.deployment.resolve import group_of
 from ep_backend.deployment.schema import Deployment, Role, RoleName, modes_of
 
 Kind = Literal["hot", "drain", "restart", "redeploy"]
+SECRET = re.compile(r"(^|[_-])(key|token|secret|password)$", re.IGNORECASE)
+HIDDEN = "***"
 DECODE = {mode.value for mode in modes_of("decode", "auto")}
 
 
@@ -60,7 +63,7 @@ CLASSES: tuple[tuple[str, Kind, str], ...] = (
 
 
 def changes(old: Deployment, new: Deployment) -> list[Change]:
-    """Every value that differs, with the least that applies it."""
+    """Every value that differs, with the least that applies it. Keys and the like differ, but are not shown."""
     differing = _differences(old.model_dump(mode="json"), new.model_dump(mode="json"))
     return [_change(old, new, place, was, becomes) for place, was, becomes in differing]
 
@@ -76,6 +79,8 @@ def reachable(deployment: Deployment, name: RoleName) -> list[str]:
 
 def _change(old: Deployment, new: Deployment, place: tuple[str, ...], was: Any, becomes: Any) -> Change:
     before, after = dict(old.roles.items()), dict(new.roles.items())
+    if SECRET.search(place[-1]):
+        was, becomes = (value and HIDDEN for value in (was, becomes))
     name = next((name for name in before if place[:2] == ("roles", name) and name in after), None)
     if name is not None and place[2:] == ("ep", "mode"):
         kind, why = _mode_change(old, name, before[name], becomes)

@@ -107,9 +107,8 @@ def choose(a: Arguments) -> Choice:
         raise ValueError("lanes=1 leaves no room for --enable-two-batch-overlap's second micro-batch; set lanes to 2")
     _require_layout(a)
     role = _role(a, settings)
-    families: tuple[Family, ...] = (family_of(role, settings.mode),)
-    if role is Role.UNIFIED and settings.mode == AUTO:
-        families = (Family.PREFILL, Family.DECODE)
+    # With both families a mode is for batches of its own, as after a flip; the other's stay with auto.
+    families = (Family.PREFILL, Family.DECODE) if role is Role.UNIFIED else (family_of(role, settings.mode),)
     return Choice(settings, role, _narrowed(families, a.deepep_mode, role, settings))
 
 
@@ -242,12 +241,13 @@ def _role(a: Arguments, settings: Settings) -> Role:
 def _narrowed(families: tuple[Family, ...], deepep_mode: str, role: Role, settings: Settings) -> tuple[Family, ...]:
     if deepep_mode == "auto":
         return families
+    wish = settings.mode
     narrowed = tuple(f for f in families if DEEPEP_MODES[(f,)] == deepep_mode)
-    if not narrowed:
-        wish = getattr(settings.mode, "value", settings.mode)
+    if not narrowed or (wish != AUTO and not serves(Mode(wish), narrowed)):
+        needed = families[0] if wish == AUTO else Mode(wish).spec.family
         raise ValueError(
-            f"--deepep-mode {deepep_mode} contradicts role {role.value} with mode {wish}, which needs "
-            f"{DEEPEP_MODES[families]}; leave --deepep-mode at auto, or change role or mode"
+            f"--deepep-mode {deepep_mode} contradicts role {role.value} with mode {getattr(wish, 'value', wish)}, which needs "
+            f"{DEEPEP_MODES[(needed,)]}; leave --deepep-mode at auto, or change role or mode"
         )
     return narrowed
 
@@ -272,6 +272,8 @@ def _given_decode_capacity(choice: Choice) -> int | None:
     if given:
         return max(given)
     variable = os.environ.get(CAPACITY_VARIABLE)
+    if variable and not (variable.isdecimal() and int(variable) > 0):
+        raise ValueError(f"{CAPACITY_VARIABLE}={variable!r} must be a number of tokens above 0; change it, or unset it")
     return int(variable) if variable else None
 
 

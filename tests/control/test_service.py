@@ -167,6 +167,7 @@ def test_a_whole_file_flips_both_roles(ranks: Any, service: StartService, tmp_pa
         assert [flip["outcome"] for flip in done["flips"]] == ["applied"]
         assert control.role("prefill")["mode_executed"] == "normal"
         assert [change["new"] for change in control.status()["drift"]] == ["direct"]
+    assert control.audit.stat().st_mode & 0o777 == 0o600
     lines = [json.loads(line) for line in control.audit.read_text().splitlines()]
     assert [(line["action"], line["outcome"].partition(":")[0]) for line in lines] == [
         ("dry run of a file", "done"),

@@ -66,6 +66,18 @@ def test_the_class_of_a_change(case: str) -> None:
     assert found.role == (change[1] if change[0] == "roles" else None)
 
 
+@pytest.mark.parametrize(
+    "place", [("control", "key"), ("roles", "decode", "args", "api-key"), ("roles", "decode", "env", "HF_TOKEN")]
+)
+def test_a_secret_that_changes_is_not_shown(place: tuple[str, ...]) -> None:
+    (given,) = changes(EP128, changed(*place, "s3cret-of-the-night"))
+    (changed_,) = changes(changed(*place, "another-of-the-day"), changed(*place, "s3cret-of-the-night"))
+    assert given.place == changed_.place == place and given.old is None
+    for found in (given, changed_):
+        assert "s3cret" not in str(found) and "another" not in str(found)
+    assert (changed_.old, changed_.new) == ("***", "***")
+
+
 def test_nothing_changed() -> None:
     assert changes(EP128, EP128) == []
 

@@ -148,7 +148,8 @@ def test_without_settings_capacities_are_sglangs_own_limits(resolve):
         ([*PD, "decode"], {}, Role.DECODE, "low_latency", {Mode.LOW_LATENCY: GRAPH}),
         ([*PD, "prefill"], {"mode": "normal"}, Role.PREFILL, "normal", {Mode.NORMAL: CHUNK}),
         ([*PD, "decode"], {"mode": "hybrid", "role": "decode"}, Role.DECODE, "low_latency", {Mode.HYBRID: GRAPH}),
-        ([], {"mode": "direct"}, Role.UNIFIED, "normal", {Mode.DIRECT: CHUNK}),
+        ([], {"mode": "direct"}, Role.UNIFIED, "auto", {Mode.DIRECT: CHUNK, Mode.LOW_LATENCY: GRAPH}),
+        ([], {"mode": "hybrid"}, Role.UNIFIED, "auto", {Mode.DIRECT: CHUNK, Mode.HYBRID: GRAPH}),
         ([], {"role": "prefill"}, Role.PREFILL, "normal", {Mode.DIRECT: CHUNK}),
         (["--deepep-mode", "normal"], {}, Role.UNIFIED, "normal", {Mode.DIRECT: CHUNK}),
         (["--deepep-mode", "low_latency"], {}, Role.UNIFIED, "low_latency", {Mode.LOW_LATENCY: CHUNK}),
@@ -163,9 +164,11 @@ def test_role_and_mode_decide_the_family(resolve, settings, flags, content, role
     assert (plan.role, args.resolved_dict()["deepep_mode"], plan.capacity) == (role, deepep_mode, capacity)
 
 
-@pytest.mark.parametrize(("mode", "decode"), [("direct", "disabled"), ("auto", "full")])
-def test_graphs_go_away_with_the_decode_family(resolve, settings, mode, decode):
-    settings(mode=mode)
+@pytest.mark.parametrize(
+    ("content", "decode"), [({"role": "prefill"}, "disabled"), ({"mode": "direct"}, "full"), ({"mode": "auto"}, "full")]
+)
+def test_graphs_go_away_with_the_decode_family(resolve, settings, content, decode):
+    settings(**content)
     args = resolve()
     assert graphs(args)[0] == decode
     assert plan_of(args).decode_graphs is (decode == "full")
@@ -273,6 +276,10 @@ def test_a_capacity_in_sglangs_own_variable_counts(resolve, monkeypatch):
     with pytest.raises(ValueError, match="more than the capacity of 128"):
         resolve()
     assert plan_of(resolve("--cuda-graph-max-bs-decode", "64")).capacity[Mode.LOW_LATENCY] == 128
+    for value in ("lots", "0", "-1"):
+        monkeypatch.setenv(CAPACITY_VARIABLE, value)
+        with pytest.raises(ValueError, match=f"{CAPACITY_VARIABLE}='{value}' must be a number of tokens above 0; change it"):
+            resolve()
 
 
 @pytest.mark.parametrize("version", ["0.5.16", "0.5.24", "0.6.0"])
