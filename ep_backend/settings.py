@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, SecretStr, ValidationError, model_validator
 
+from ep_backend.errors import did_you_mean
 from ep_backend.modes import Family, Mode
 from ep_backend.policy import AUTO, Role, Wish, check_wish, modes_of
 
@@ -66,4 +68,27 @@ def load_settings() -> Settings:
     except OSError as e:
         raise ValueError(f"{SETTINGS_VARIABLE}={path} cannot be read: {e.strerror}") from None
     except ValidationError as e:
-        raise ValueError(f"{SETTINGS_VARIABLE}={path}: {e}") from None
+        raise ValueError(f"{SETTINGS_VARIABLE}={path}: {_told(e)}") from None
+
+
+def _told(error: ValidationError) -> str:
+    """Each wrong setting once: its value, the rule, and what was perhaps meant."""
+    told: dict[str, str] = {}
+    modes = [mode.value for mode in Mode]
+    for fault in error.errors(include_url=False):
+        key, *below = [str(part) for part in fault["loc"]] or [""]
+        value = json.dumps(fault["input"], default=str)
+        if not key:
+            told[key] = fault["msg"].removeprefix("Value error, ")
+        elif fault["type"] == "extra_forbidden":
+            told[key] = f"{key}: there is no such setting; " + did_you_mean(key, Settings.model_fields, "leave it out")
+        elif key == "mode":
+            words = [AUTO, *modes]
+            told[key] = f"mode: {value} must be one of {', '.join(words)}; " + did_you_mean(value, words, "write one of them")
+        elif below[-1:] == ["[key]"]:
+            told[f"{key}.{below[0]}"] = f"{key}: {value} must be one of {', '.join(modes)}; " + did_you_mean(
+                value, modes, "write one of them"
+            )
+        else:
+            told[key] = f"{'.'.join([key, *below])}: {value}: {fault['msg']}"
+    return "; ".join(told.values())

@@ -1,6 +1,8 @@
 """The settings file: defaults, strictness, and what contradicts the role."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -48,9 +50,13 @@ def test_a_whole_file(load):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"modes": "direct"}, "modes\n.*Extra inputs are not permitted"),
-        ({"mode": "pplx"}, "mode"),
-        ({"lanes": 3}, "lanes"),
+        ({"modes": "direct"}, "modes: there is no such setting; did you mean `mode`\\?$"),
+        ({"mode": "pplx"}, 'mode: "pplx" must be one of auto, normal, .*; write one of them$'),
+        ({"mode": "lowlatency"}, 'mode: "lowlatency" must be one of .*; did you mean `low_latency`\\?$'),
+        ({"max_tokens": {"hybird": 64}}, 'max_tokens: "hybird" must be one of .*; did you mean `hybrid`\\?$'),
+        ({"max_tokens": {"hybrid": 0}}, "max_tokens.hybrid: 0: Input should be greater than 0$"),
+        ({"lanes": 3}, "lanes: 3: Input should be 1 or 2$"),
+        ({"lanes": 3, "mode": 7}, "mode: 7 must be one of .*; lanes: 3: Input should be 1 or 2$"),
         ({"role": "prefill", "mode": "low_latency"}, "mode low_latency does not serve role prefill; use .*auto"),
         ({"role": "decode", "max_tokens": {"direct": 64}}, "mode direct does not serve role decode"),
         ({"role": "decode", "max_tokens": {"hybrid": 64, "low_latency": 128}}, "give the decode modes one number"),
@@ -65,3 +71,8 @@ def test_a_missing_file_is_named(monkeypatch):
     monkeypatch.setenv(SETTINGS_VARIABLE, "/nowhere/settings.json")
     with pytest.raises(ValueError, match=r"/nowhere/settings.json cannot be read: No such file"):
         load_settings()
+
+
+def test_the_page_names_every_setting():
+    page = (Path(__file__).parents[1] / "docs" / "by-hand.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(Settings.model_fields)
