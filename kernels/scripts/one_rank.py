@@ -27,7 +27,8 @@ def vllm(checkpoint: str) -> tuple[list[list[int]], bool]:
         enforce_eager=True,
     )
     asked = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
-    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], asked)
+    # One at a time: what shares a batch with a prompt changes its last bits.
+    answers = [llm.generate([{"prompt_token_ids": prompt}], asked)[0] for prompt in PROMPTS]
     return [list(a.outputs[0].token_ids) for a in answers], NAME in typing.get_args(parallel.All2AllBackend)
 
 
@@ -47,7 +48,7 @@ def sglang(checkpoint: str) -> tuple[list[list[int]], bool]:
     )
     try:
         asked = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
-        answers = engine.generate(input_ids=PROMPTS, sampling_params=asked)
+        answers = [engine.generate(input_ids=prompt, sampling_params=asked) for prompt in PROMPTS]
         return [list(a["output_ids"]) for a in answers], NAME in MOE_A2A_BACKEND_CHOICES
     finally:
         engine.shutdown()
