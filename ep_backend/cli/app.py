@@ -97,7 +97,7 @@ def down(file: File) -> None:
         name = name_in(file)
     except DeploymentError as error:
         raise fail(error) from None
-    print(f"{name} is down" if commands.down(name) else f"{name} was not running")
+    print(f"{name} is down" if commands.down(name) else f"{name} was not running: {commands.not_here(name)}")
 
 
 @app.command()

@@ -15,7 +15,7 @@ from ep_backend.deployment.lint.texts import rules
 from ep_backend.deployment.load import Loaded, load
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.processes import session_members, shared_memory_of, signals_noted, start_ticks, stop_sessions
-from ep_backend.deployment.state import RunState, read_state, remove_state, run_dir
+from ep_backend.deployment.state import RunState, read_state, remove_state, run_dir, state_file
 from ep_backend.deployment.supervisor import Supervisor
 from ep_backend.deployment.view import Progress
 
@@ -39,7 +39,9 @@ def up(file: Path, console: Console) -> None:
     loaded = load(file)
     state = read_state(loaded.deployment.name)
     if state is not None and state.phase != "failed":
-        raise DeploymentError([f"{state.name} runs already (process {state.pid}); `ep-backend down {file}` stops it"])
+        lives = start_ticks(state.pid) == state.start_ticks
+        what = f"runs already (process {state.pid})" if lives else f"lost its supervisor (process {state.pid})"
+        raise DeploymentError([f"{state.name} {what}; `ep-backend down {file}` {'stops it' if lives else 'cleans up'}"])
     if problems := check_startable(loaded.deployment):
         raise loaded.error(problems)
     _print_doubts(loaded, console)
@@ -114,10 +116,15 @@ def down(name: str) -> bool:
     return True
 
 
+def not_here(name: str) -> str:
+    """Why a deployment that runs may not be found."""
+    return f"there is no {state_file(name)}; one is known in the folder where it was started"
+
+
 def running(name: str) -> RunState:
     state = read_state(name)
     if state is None:
-        raise NotRunning(f"deployment {name} does not run; start it with `ep-backend up FILE`")
+        raise NotRunning(f"deployment {name} does not run ({not_here(name)}); start it with `ep-backend up FILE`")
     if state.phase == "failed":
         raise NotRunning(f"deployment {name} failed: {state.error}")
     if start_ticks(state.pid) != state.start_ticks:

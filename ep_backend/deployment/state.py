@@ -54,9 +54,13 @@ def run_dir(name: str) -> Path:
     return Path.cwd() / ".ep" / "run" / name
 
 
+def state_file(name: str) -> Path:
+    return run_dir(name) / "state.json"
+
+
 def write_state(state: RunState) -> None:
     """Atomic, for others read it at any moment; private, for it may hold the control key."""
-    file = run_dir(state.name) / "state.json"
+    file = state_file(state.name)
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_suffix(".tmp")
     draft.touch(mode=0o600)
@@ -66,13 +70,13 @@ def write_state(state: RunState) -> None:
 
 def read_state(name: str) -> RunState | None:
     try:
-        return RunState.model_validate_json((run_dir(name) / "state.json").read_text())
+        return RunState.model_validate_json(state_file(name).read_text())
     except FileNotFoundError:
         return None
 
 
 def remove_state(name: str) -> None:
-    (run_dir(name) / "state.json").unlink(missing_ok=True)
+    state_file(name).unlink(missing_ok=True)
 
 
 def seconds_since(moment: float) -> float:

@@ -73,9 +73,11 @@ def test_up_status_ask_down(workplace: Workplace) -> None:
     assert code == 1 and "runs already" in output
     assert workplace.run("down", file) == (0, f"{workplace.folder.name} is down\n")
     assert_nothing_left(workplace, leaders)
-    assert workplace.run("down", file) == (0, f"{workplace.folder.name} was not running\n")
+    state = workplace.folder / ".ep" / "run" / workplace.folder.name / "state.json"
+    missing = f"there is no {state}; one is known in the folder where it was started"
+    assert workplace.run("down", file) == (0, f"{workplace.folder.name} was not running: {missing}\n")
     code, output = workplace.run("ask", file, "still there?")
-    assert code == 1 and "does not run; start it with" in output
+    assert code == 1 and f"does not run ({missing}); start it with" in output
 
 
 def test_ctrl_c_leaves_nothing(workplace: Workplace) -> None:
@@ -217,6 +219,8 @@ def test_down_cleans_up_after_a_killed_supervisor(workplace: Workplace) -> None:
     child.communicate(timeout=60)
     code, output = workplace.run("status", str(workplace.file))
     assert code == 1 and "lost its supervisor" in output
+    code, output = workplace.run("up", str(workplace.file))
+    assert code == 1 and re.search(r"lost its supervisor \(process \d+\); `ep-backend down .*` cleans up", output), output
     assert workplace.run("down", str(workplace.file))[0] == 0
     assert_nothing_left(workplace, leaders)
 
