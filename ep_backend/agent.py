@@ -149,6 +149,8 @@ class Agent:
                 if time.monotonic() > request["until"]:  # whoever asked has given up, and may have said so
                     raise FlipRefused("the request came too late")
                 self._flip.prepare(request["token"], request["mode"])
+            case "check":
+                self._flip.require(request["mode"])
             case "abandon":
                 self._flip.abandon(request["token"])
         return self._flip.state()

@@ -107,6 +107,10 @@ def make_app(rank: Rank, key: str | None) -> FastAPI:
     async def metrics() -> str:
         return exposition(Ranks([await rank.report()]))
 
+    @app.post("/flip/check")
+    async def check(mode: str = Body(embed=True)) -> Any:
+        return await rank.change({"do": "check", "mode": mode})
+
     @app.post("/flip/prepare")
     async def prepare(token: int = Body(ge=1, le=255), mode: str = Body()) -> Any:
         return await rank.change({"do": "prepare", "token": token, "mode": mode})

@@ -151,14 +151,17 @@ class Controller:
             return result
         if obstacles := [f"rank {status.rank}: {o}" for status in statuses if (o := status.graphs.obstacle)]:
             raise RankFailed([f"CUDA graphs of {role} cannot be captured anew: {line}" for line in obstacles], refused=True)
+        captured = any(status.graphs.captured for status in statuses)
         if dry_run:
+            if not captured:  # ranks with graphs check a mode where they drop them
+                await ranks.check(mode)
             return result.model_copy(update={"outcome": "would apply"})
         used = {token for s in statuses for token in (s.flip.token, s.flip.agreed_token, s.graphs.token)}
         token, other = random.sample([token for token in range(1, 256) if token not in used], 2)
         started = time.monotonic()
         self._pending[role] = Pending(mode=mode, token=token)
         try:
-            if any(status.graphs.captured for status in statuses):
+            if captured:
                 agreed = await self._drain(ranks, before, mode, (token, other))
             else:
                 agreed = await self._agree(ranks, _Proposal(token, mode))

@@ -54,21 +54,25 @@ class Flip:
             self._settle(token, buffers[0])
         return self._mode
 
-    def prepare(self, token: int, mode: str) -> None:
-        """Propose the change; FlipRefused if this rank cannot serve the mode, ValueError for a bad token or mode."""
+    def require(self, mode: str) -> Wish:
+        """The wish for that mode; FlipRefused if this rank cannot serve it, ValueError if there is no such mode."""
         wish: Wish = AUTO if mode == AUTO else parse_mode(mode)
-        buffers = self._buffers()
-        if not buffers:
+        if not self._buffers():
             raise FlipRefused("no buffer yet: the model is still loading; try again when the instance serves")
         try:
             self._check(wish)
         except ValueError as error:
             raise FlipRefused(str(error)) from None
+        return wish
+
+    def prepare(self, token: int, mode: str) -> None:
+        """Propose the change; FlipRefused if this rank cannot serve the mode, ValueError for a bad token or mode."""
+        wish = self.require(mode)
         with self._lock:
             if token == self._abandoned:
                 raise FlipRefused(f"token {token} was abandoned; propose another one")
             self._offers[token] = wish
-            buffers[0].propose(token)
+            self._buffers()[0].propose(token)
             self._proposed = token
 
     def abandon(self, token: int) -> None:

@@ -48,6 +48,10 @@ class Ranks:
             raise RankFailed(faults, refused=False)
         return statuses
 
+    async def check(self, mode: str) -> None:
+        """Ask every rank whether it could run the mode; RankFailed says which cannot."""
+        await self._post("/flip/check", {"mode": mode})
+
     async def prepare(self, token: int, mode: str) -> None:
         """Propose on every rank. RankFailed if one does not; then the others may have proposed."""
         await self._post("/flip/prepare", {"token": token, "mode": mode})

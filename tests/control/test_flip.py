@@ -68,9 +68,10 @@ def test_a_rank_that_cannot_prepare_keeps_all_in_the_old_mode(ranks: Any, servic
     refuses = {1: "its graphs hold low_latency"}
     with instance(ranks(2), "decode", "low_latency", tmp_path / "stop", busy=True, refuses=refuses) as ran:
         control = service(decode=ran)
-        answer = control.flip("decode", "hybrid")
-        assert answer.status_code == 409
-        assert answer.json()["detail"] == f"decode rank 1 ({ran.agents[1]}) refuses: its graphs hold low_latency"
+        for query in ({"dry_run": "true"}, {}):
+            answer = control.flip("decode", "hybrid", **query)
+            assert answer.status_code == 409
+            assert answer.json()["detail"] == f"decode rank 1 ({ran.agents[1]}) refuses: its graphs hold low_latency"
         now = control.role("decode")
         assert now["mode_desired"] == now["mode_executed"] == "low_latency" and not now["drift"]
         assert [rank["flip"]["token"] for rank in now["ranks"]] == [0, 0]
