@@ -105,6 +105,13 @@ def choose(a: Arguments) -> Choice:
         )
     if a.enable_two_batch_overlap and settings.lanes == 1:
         raise ValueError("lanes=1 leaves no room for --enable-two-batch-overlap's second micro-batch; set lanes to 2")
+    taken = ("auto", "bf16", "fp8") if settings.fp8 else ("auto", "bf16")
+    if a.deepep_dispatcher_output_dtype not in taken:
+        why = "rows travel as bf16 or FP8" if settings.fp8 else "the settings say fp8=false"
+        raise ValueError(
+            f"--deepep-dispatcher-output-dtype {a.deepep_dispatcher_output_dtype} must be one of {', '.join(taken)}: {why}; "
+            "change the flag" + ("" if settings.fp8 else f", or fp8 in the settings ({SETTINGS_VARIABLE})")
+        )
     _require_layout(a)
     role = _role(a, settings)
     # With both families a mode is for batches of its own, as after a flip; the other's stay with auto.

@@ -241,6 +241,16 @@ REFUSED = [
         rf"--speculative-moe-a2a-backend deepep cannot run beside --moe-a2a-backend {NAME}.* use {NAME} or none",
     ),
     (["--deepep-config", "{}"], {}, r"--deepep-config '{}' tunes DeepEP, which does not run here; drop it"),
+    (
+        ["--deepep-dispatcher-output-dtype", "nvfp4"],
+        {},
+        r"--deepep-dispatcher-output-dtype nvfp4 must be one of auto, bf16, fp8: rows travel as bf16 or FP8; change the flag",
+    ),
+    (
+        ["--deepep-dispatcher-output-dtype", "fp8"],
+        {"fp8": False},
+        r"--deepep-dispatcher-output-dtype fp8 must be one of auto, bf16: the settings say fp8=false; change the flag, or fp8",
+    ),
     (["--dtype", "float16"], {}, r"--dtype float16 cannot be dispatched; use bfloat16"),
     (["--tp-size", "3", "--attn-dp-size", "3"], {}, r"num_experts=16 is not a multiple of the 3 ranks"),
     (
