@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from ep_backend.deployment.agents import RankStatus
-from ep_backend.deployment.schema import ModeName, RoleName
+from ep_backend.deployment.schema import Engine, ModeName, RoleName
 from ep_backend.deployment.state import InstanceState, Phase
 
 Action = Literal["flip", "restart", "redeploy"]
@@ -31,7 +31,7 @@ class Pending(BaseModel):
 
 class RoleStatus(BaseModel):
     role: RoleName
-    engine: str
+    engine: Engine
     mode_desired: ModeName
     mode_executed: str | None = Field(description="of the last dispatch; null before the first, or where ranks differ")
     allowed: list[str] = Field(description="modes that a flip can reach without a restart")

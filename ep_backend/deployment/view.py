@@ -8,10 +8,12 @@ from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
 
-from ep_backend.control.models import Applied, DeploymentStatus
+from ep_backend.control.models import Applied, DeploymentStatus, RoleStatus
 from ep_backend.deployment.agents import PATHS, ModeCounters, RankStatus
 from ep_backend.deployment.logs import last_line
+from ep_backend.deployment.schema import serves_both_families
 from ep_backend.deployment.state import RunState, seconds_since
+from ep_backend.modes import Mode
 
 NOTE_WIDTH = 70
 PLAIN_WIDTH = 150
@@ -96,6 +98,17 @@ def human_bytes(size: float) -> str:
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
+def modes_in_words(role: RoleStatus) -> str:
+    """Desired and executed; of a role that serves both families, the last batch may have been of the other one."""
+    desired, executed = role.mode_desired, role.mode_executed
+    words = f"mode {desired}, executed {executed or 'none, or not the same on all ranks'}"
+    if not executed or desired == "auto" or not serves_both_families(role.role, role.engine):
+        return words
+    family = Mode(executed).spec.family
+    other = family is not Mode(desired).spec.family
+    return words + (f" last, for a batch of {family.value}, which {desired} is not for" if other else "")
+
+
 def print_status(now: DeploymentStatus, control_url: str) -> None:
     console = make_console()
 
@@ -112,7 +125,7 @@ def print_status(now: DeploymentStatus, control_url: str) -> None:
     for role in now.roles:
         if role.role in now.starting:
             continue
-        say(f"  {role.role}: mode {role.mode_desired}, executed {role.mode_executed or 'none, or not the same on all ranks'}")
+        say(f"  {role.role}: {modes_in_words(role)}")
         if role.pending:
             say(f"  {role.role}: a change to {role.pending.mode} is pending", "yellow")
         for line in role.drift:

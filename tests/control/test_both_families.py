@@ -6,6 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from ep_backend.control.models import RoleStatus
+from ep_backend.deployment.view import modes_in_words
 from tests.control.conftest import Service
 from tests.control.instance import instance
 
@@ -37,3 +41,18 @@ def test_a_mode_of_either_family_without_a_restart(ranks: Any, service: Callable
     assert first == second
     assert {mode for _, mode in first[::4]} == {"direct", "normal"}
     assert {mode for at, (_, mode) in enumerate(first) if at % 4} == {"low_latency", "hybrid"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "desired", "executed", "words"),
+    [
+        ("sglang", "normal", "low_latency", "executed low_latency last, for a batch of decode, which normal is not for"),
+        ("sglang", "normal", "normal", "executed normal"),
+        ("sglang", "auto", "hybrid", "executed hybrid"),
+        ("sglang", "normal", None, "executed none, or not the same on all ranks"),
+        ("vllm", "normal", "low_latency", "executed low_latency"),
+    ],
+)
+def test_status_says_when_the_last_batch_was_of_the_other_family(engine: Any, desired: Any, executed: Any, words: str) -> None:
+    role = RoleStatus(role="unified", engine=engine, mode_desired=desired, mode_executed=executed, allowed=[], ranks=[])
+    assert modes_in_words(role) == f"mode {desired}, {words}"
