@@ -44,10 +44,6 @@ def install_moe(manager: Any) -> None:
     _allow_shared_experts_overlap()
     if current_platform.is_cpu():
         _add_cpu_experts()
-        shared_cores.rest_while_polling()
-        transfer = manager.kv_transfer
-        if transfer is not None and transfer.kv_connector == "NixlConnector":
-            shared_cores.let_nixl_wait()
 
 
 def _extend_flag() -> None:
@@ -130,6 +126,7 @@ def _wrap_config() -> None:
 def _wrap_communicator() -> None:
     """The base class of every platform: set our manager and switch the subclass's own chain of names off."""
     from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+    from vllm.platforms import current_platform
 
     original = DeviceCommunicatorBase.__init__
 
@@ -142,6 +139,8 @@ def _wrap_communicator() -> None:
             self.all2all_manager = EpManager(self.cpu_group)
             self.use_all2all = False
             install_moe(self.all2all_manager)
+            if current_platform.is_cpu():
+                shared_cores.rest_in_worker()
 
     DeviceCommunicatorBase.__init__ = init
 

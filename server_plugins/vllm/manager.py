@@ -47,7 +47,6 @@ class EpManager(All2AllManagerBase):
         _show_core_log()
         config = get_current_vllm_config()
         self.choice: Choice = choose(config)
-        self.kv_transfer = config.kv_transfer_config
         self._most_tokens = config.scheduler_config.max_num_batched_tokens
         self._compilation = config.compilation_config
         self.flip = Flip(self.choice.wish, buffers=lambda: self.buffers, check=self._check_flip)

@@ -12,6 +12,16 @@ REST_S = 50e-6
 NIXL_WAIT_US = 10_000
 
 
+def rest_in_worker() -> None:
+    """In a worker, whose configuration is the current one."""
+    from vllm.config import get_current_vllm_config
+
+    rest_while_polling()
+    transfer = get_current_vllm_config().kv_transfer_config
+    if transfer is not None and transfer.kv_connector == "NixlConnector":
+        let_nixl_wait()
+
+
 def rest_while_polling() -> None:
     """The queues between an engine and its workers sleep between two looks instead of yielding. Idempotent."""
     import vllm.distributed.device_communicators.shm_broadcast as queues
