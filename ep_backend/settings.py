@@ -82,13 +82,10 @@ def _told(error: ValidationError) -> str:
             told[key] = fault["msg"].removeprefix("Value error, ")
         elif fault["type"] == "extra_forbidden":
             told[key] = f"{key}: there is no such setting; " + did_you_mean(key, Settings.model_fields, "leave it out")
-        elif key == "mode":
-            words = [AUTO, *modes]
-            told[key] = f"mode: {value} must be one of {', '.join(words)}; " + did_you_mean(value, words, "write one of them")
-        elif below[-1:] == ["[key]"]:
-            told[f"{key}.{below[0]}"] = f"{key}: {value} must be one of {', '.join(modes)}; " + did_you_mean(
-                value, modes, "write one of them"
-            )
+        elif key == "mode" or below[-1:] == ["[key]"]:
+            words = [AUTO, *modes] if key == "mode" else modes
+            meant = did_you_mean(value, words, "write one of them")
+            told[f"{key} {value}"] = f"{key}: {value} must be one of {', '.join(words)}; {meant}"
         else:
             told[key] = f"{'.'.join([key, *below])}: {value}: {fault['msg']}"
     return "; ".join(told.values())

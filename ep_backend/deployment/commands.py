@@ -39,7 +39,7 @@ def up(file: Path, console: Console) -> None:
     loaded = load(file)
     state = read_state(loaded.deployment.name)
     if state is not None and state.phase != "failed":
-        lives = start_ticks(state.pid) == state.start_ticks
+        lives = _supervised(state)
         what = f"runs already (process {state.pid})" if lives else f"lost its supervisor (process {state.pid})"
         raise DeploymentError([f"{state.name} {what}; `ep-backend down {file}` {'stops it' if lives else 'cleans up'}"])
     if problems := check_startable(loaded.deployment):
@@ -106,10 +106,10 @@ def down(name: str) -> bool:
     if state is None:
         return False
     leaders = [instance.pid for instance in state.instances]
-    if start_ticks(state.pid) == state.start_ticks:
+    if _supervised(state):
         os.kill(state.pid, signal.SIGTERM)
         deadline = time.monotonic() + 60.0
-        while start_ticks(state.pid) == state.start_ticks and time.monotonic() < deadline:
+        while _supervised(state) and time.monotonic() < deadline:
             time.sleep(POLL_S)
     stop_sessions(leaders, shared_memory_of(session_members(leaders)), grace_s=20.0)
     remove_state(name)
@@ -127,6 +127,11 @@ def running(name: str) -> RunState:
         raise NotRunning(f"deployment {name} does not run ({not_here(name)}); start it with `ep-backend up FILE`")
     if state.phase == "failed":
         raise NotRunning(f"deployment {name} failed: {state.error}")
-    if start_ticks(state.pid) != state.start_ticks:
+    if not _supervised(state):
         raise NotRunning(f"deployment {name} lost its supervisor (process {state.pid}); `ep-backend down FILE` cleans up")
     return state
+
+
+def _supervised(state: RunState) -> bool:
+    """Does the process that started the deployment still run?"""
+    return start_ticks(state.pid) == state.start_ticks

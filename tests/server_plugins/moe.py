@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import silu
 
+from tests.core.pool import World
+
 BLOCK = 128
 E4M3_MAX = 448.0
 TOKENS = [(0, 1, 7, 128), (512, 0, 128, 7), (128, 512, 1, 0), (7, 7, 512, 512), (1, 0, 0, 0)]
@@ -108,6 +110,17 @@ class Batch:
         self.x.copy_(torch.cat([batch.x, batch.x.new_zeros(more, batch.x.size(1))]))
         self.ids.copy_(torch.cat([batch.ids, batch.ids.new_full((more, batch.ids.size(1)), -1)]))
         self.weights.copy_(torch.cat([batch.weights, batch.weights.new_zeros(more, batch.weights.size(1))]))
+
+
+_weights: dict[tuple[Shape, bool], Weights] = {}
+
+
+def weights(world: World, shape: Shape, fp8: bool) -> Weights:
+    """Of all experts, kept between tests."""
+    key = (shape, fp8)
+    if key not in _weights:
+        _weights[key] = Weights.make(shape, fp8, world.device)
+    return _weights[key]
 
 
 def exact(weights: Weights, batch: Batch) -> torch.Tensor:

@@ -27,20 +27,11 @@ from server_plugins.sglang.dispatcher import EpTboDispatcher
 from server_plugins.sglang.plan import Plan
 from server_plugins.sglang.runtime import Runtime
 from tests.core.pool import World
-from tests.server_plugins.moe import BLOCK, Batch, Shape, Weights
+from tests.server_plugins.moe import BLOCK, Batch, Shape, Weights, weights
 
 FAMILY = {"normal": "prefill", "direct": "prefill", "low_latency": "decode", "hybrid": "decode"}
 DEEPEP = {"prefill": DeepEPMode.NORMAL, "decode": DeepEPMode.LOW_LATENCY}
-_weights: dict[Any, Weights] = {}
 _published = False
-
-
-def weights(world: World, shape: Shape, fp8: bool) -> Weights:
-    """Of all experts, kept between tests."""
-    key = (shape, fp8)
-    if key not in _weights:
-        _weights[key] = Weights.make(shape, fp8, world.device)
-    return _weights[key]
 
 
 class Layer:

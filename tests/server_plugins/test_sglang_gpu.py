@@ -27,8 +27,8 @@ every_world = pytest.mark.parametrize(("size", "gpus_per_node"), WORLDS)
 
 
 def every_batch(world: World, mode: str, gpus_per_node: int, fp8: bool, batches: list[tuple[int, ...]]) -> dict[str, Any]:
-    from tests.server_plugins.moe import Batch, check, exact
-    from tests.server_plugins.sglang_gpu import Alone, Layer, weights
+    from tests.server_plugins.moe import Batch, check, exact, weights
+    from tests.server_plugins.sglang_gpu import Alone, Layer
 
     alone, lost = Alone(world, DEEPSEEK_V3, fp8), []
     with torch.inference_mode(), Layer(world, DEEPSEEK_V3, fp8, mode, gpus_per_node) as layer:
@@ -109,8 +109,8 @@ def test_the_runner_gets_its_layout(ranks, size, gpus_per_node, fp8, mode):
 
 def replayed(world: World, mode: str, gpus_per_node: int, fp8: bool) -> int:
     """One graph of the largest batch, replayed with every size, and eager batches in between."""
-    from tests.server_plugins.moe import Batch, check, exact
-    from tests.server_plugins.sglang_gpu import Alone, Layer, capturing, weights
+    from tests.server_plugins.moe import Batch, check, exact, weights
+    from tests.server_plugins.sglang_gpu import Alone, Layer, capturing
 
     shape, every = DEEPSEEK_V3, weights(world, DEEPSEEK_V3, fp8)
     alone = Alone(world, shape, fp8)
@@ -150,8 +150,8 @@ def test_captured_equals_one_process(ranks, size, gpus_per_node, fp8, mode):
 
 
 def two_sub_batches(world: World, mode: str, gpus_per_node: int, fp8: bool) -> None:
-    from tests.server_plugins.moe import Batch, check, exact
-    from tests.server_plugins.sglang_gpu import Alone, Layer, capturing, weights
+    from tests.server_plugins.moe import Batch, check, exact, weights
+    from tests.server_plugins.sglang_gpu import Alone, Layer, capturing
 
     shape, every = DEEPSEEK_V3, weights(world, DEEPSEEK_V3, fp8)
     alone = Alone(world, shape, fp8)

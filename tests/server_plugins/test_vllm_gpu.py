@@ -34,8 +34,8 @@ every_world = pytest.mark.parametrize(("size", "gpus_per_node"), WORLDS)
 
 
 def every_batch(world: World, mode: str, gpus_per_node: int, fp8: bool, batches: list[tuple[int, ...]]) -> dict[str, Any]:
-    from tests.server_plugins.moe import Batch, check, exact
-    from tests.server_plugins.vllm_gpu import Layer, weights
+    from tests.server_plugins.moe import Batch, check, exact, weights
+    from tests.server_plugins.vllm_gpu import Layer
 
     alone = Layer(world, DEEPSEEK_V3, fp8)
     with Layer(world, DEEPSEEK_V3, fp8, ep=(mode, gpus_per_node)) as layer:
@@ -119,8 +119,8 @@ def test_the_experts_get_their_layout(ranks, size, gpus_per_node, fp8, mode):
 
 def replayed(world: World, mode: str, gpus_per_node: int, fp8: bool) -> int:
     """One graph of the largest batch, replayed with every size, and eager batches in between."""
-    from tests.server_plugins.moe import Batch, check, exact
-    from tests.server_plugins.vllm_gpu import Layer, weights
+    from tests.server_plugins.moe import Batch, check, exact, weights
+    from tests.server_plugins.vllm_gpu import Layer
 
     shape, every = DEEPSEEK_V3, weights(world, DEEPSEEK_V3, fp8)
     alone = Layer(world, shape, fp8)
@@ -158,8 +158,8 @@ def test_captured_equals_one_process(ranks, size, gpus_per_node, fp8, mode):
 
 
 def two_micro_batches(world: World, mode: str, gpus_per_node: int, fp8: bool, captured: bool) -> None:
-    from tests.server_plugins.moe import Batch, check, exact
-    from tests.server_plugins.vllm_gpu import Layer, MicroBatches, weights
+    from tests.server_plugins.moe import Batch, check, exact, weights
+    from tests.server_plugins.vllm_gpu import Layer, MicroBatches
 
     shape, every = DEEPSEEK_V3, weights(world, DEEPSEEK_V3, fp8)
     alone = Layer(world, shape, fp8)

@@ -32,26 +32,17 @@ from server_plugins.vllm import NAME, hooks
 from server_plugins.vllm.manager import EpManager
 from tests.core.pool import World
 from tests.server_plugins.layers import Manager
-from tests.server_plugins.moe import BLOCK, Batch, Shape, Weights
+from tests.server_plugins.moe import BLOCK, Batch, Shape, Weights, weights
 
 ROLES = {"normal": "prefill", "direct": "prefill", "low_latency": "decode", "hybrid": "decode"}
 JOIN_S = 120.0
-_worker = SimpleNamespace(choice=None, batched=False, kv_transfer=None)
-_weights: dict[Any, Weights] = {}
+_worker = SimpleNamespace(choice=None, batched=False)
 
 
 class GpuManager(Manager):
     """Lanes are those of vLLM's micro-batches."""
 
     lane = EpManager.lane
-
-
-def weights(world: World, shape: Shape, fp8: bool) -> Weights:
-    """Of all experts, kept between tests."""
-    key = (shape, fp8)
-    if key not in _weights:
-        _weights[key] = Weights.make(shape, fp8, world.device)
-    return _weights[key]
 
 
 class Layer:
