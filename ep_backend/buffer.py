@@ -109,7 +109,7 @@ class EpBuffer:
         timeout_s: bound of every wait, in seconds.
         low_latency_form: "per_rank" (one copy a GPU), "per_expert" (one copy an expert), "auto" (per_rank for mapped peers).
         rail: how other nodes are reached: "peer" stores, remote "put"s, or "auto".
-        ring_slots: records one ring of normal mode holds.
+        ring_slots: records one ring of normal mode holds; default 1024 to 256, by the number of ranks.
         deterministic: same bits and row order from run to run (the host fabric always is).
     """
 
@@ -128,7 +128,7 @@ class EpBuffer:
         timeout_s: float = 60.0,
         low_latency_form: str = "auto",
         rail: str = "auto",
-        ring_slots: int = 256,
+        ring_slots: int | None = None,
         deterministic: bool = False,
         faults: Faults | None = None,
     ) -> None:

@@ -10,10 +10,16 @@ from ep_backend import layout
 from ep_backend.layout import Payload, Shape
 from ep_backend.modes import Mode, parse_mode
 
-RING_SLOTS = 256
+RING_SLOTS = (256, 1024)
 PAYLOADS = {p.name.lower(): p for p in Payload}
 FORMS = ("auto", "per_rank", "per_expert")
 RAILS = ("auto", "peer", "put")
+
+
+def default_ring_slots(ranks: int) -> int:
+    """Records a ring of normal mode holds: few ranks need many for what is on its way to one of them (about 4 MB on NVLink)."""
+    least, most = RING_SLOTS
+    return max(least, min(most, 8192 // ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,7 @@ class BufferConfig:
         timeout_s: float = 60.0,
         low_latency_form: str = "auto",
         rail: str = "auto",
-        ring_slots: int = RING_SLOTS,
+        ring_slots: int | None = None,
         deterministic: bool = False,
     ) -> BufferConfig:
         """Check every argument; ValueError names the value, the rule and the fix."""
@@ -105,7 +111,8 @@ class BufferConfig:
             f"low_latency_form={low_latency_form!r} is none of {', '.join(FORMS)}",
         )
         _require(rail in RAILS, f"rail={rail!r} is none of {', '.join(RAILS)}")
-        _require(ring_slots >= 1, f"ring_slots={ring_slots} must be at least 1")
+        slots = default_ring_slots(ranks) if ring_slots is None else ring_slots
+        _require(slots >= 1, f"ring_slots={slots} must be at least 1")
         return cls(
             ranks,
             hidden,
@@ -119,7 +126,7 @@ class BufferConfig:
             float(timeout_s),
             low_latency_form,
             rail,
-            ring_slots,
+            slots,
             deterministic,
         )
 

@@ -2,8 +2,10 @@
 // the same order, so that neither side needs an index. Memory does not depend on the tokens.
 //
 // A channel is a share of consecutive tokens and a share of every ring's slots; a block serves one, or several one after the
-// other. A source is the relay of its own node. Streams of different sources share nothing, and every warp that reads or
-// passes on takes whichever of its streams can go on, so that no source blocks another and no ring of waits can close.
+// other. A source is the relay of its own node. Warps that move rows tell two others of the block how far they have come, which
+// tell the other ends: fences wait for all that a warp has stored, so none is between two rows.
+// Streams of different sources share nothing, and every warp that reads or passes on takes whichever of its streams can go on,
+// so that no source blocks another and no ring of waits can close.
 #include "ep/ring.cuh"
 
 namespace ep {
@@ -20,94 +22,85 @@ __device__ __forceinline__ u32* went(const Args& a, int node, int channel) {
 __device__ __forceinline__ int all_rows(const Args& a) {
   return reinterpret_cast<const int*>(a.plan)[plan_row(a.ranks - 1, kChannels)];
 }
-// Tells every rank, and every relay, what this rank's channel will bring. Lane r for rank r, and for node r.
-__device__ __forceinline__ void count_channel(const Args& a, u64 epoch, int channel, int lane) {
+// What this rank's channel will bring to every rank, and to the relay in every other node.
+struct Counts {
+  int records[kMaxRanks], relayed[kMaxRanks];
+};
+// Whole block; 32 tokens a warp and step. Lane r for rank r, and for node r.
+__device__ __forceinline__ void count_channel(const Args& a, Counts& counts, u64 epoch, int channel, int warp, int lane) {
   const Range mine = channel_tokens(a, channel);
-  const int own = own_node(a), top_k = int(a.top_k);
-  int records = 0, relayed = 0;
-  for (int first = mine.first; first < mine.last; first += 32) {
+  const int own = own_node(a), top_k = int(a.top_k), warps = blockDim.x / 32;
+  if (warp == 0) counts.records[lane] = counts.relayed[lane] = 0;
+  __syncthreads();
+  for (int first = mine.first + 32 * warp; first < mine.last; first += 32 * warps) {
     for (int k = 0; k < top_k and first + lane < mine.last; ++k) {
       i64 id = raw_pick(a, i64(first + lane) * top_k + k);
       if (id != -1 and not is_expert(a, id)) report(a, Fault::kBadId, Op::kDispatch, epoch, int(a.rank), first + lane, id);
     }
     __syncwarp();
     u32 block = block_of_tokens(a, first, mine.last, lane);
-    records += __popc(block);
+    if (block != 0) atomicAdd(&counts.records[lane], __popc(block));
     for (int n = 0; n < nodes(a); ++n) {
       u32 any = __reduce_or_sync(kFullWarp, lane < a.ranks and node_of(a, lane) == n ? block : 0);
-      if (lane == n) relayed += __popc(any);
+      if (lane == n and any != 0) atomicAdd(&counts.relayed[lane], __popc(any));
     }
   }
+  __syncthreads();
+  if (warp != 0) return;
   if (lane < a.ranks)
-    store_relaxed_sys(heap_word(a, lane, a.stream_count, plan_row(a.rank, channel)), signal_word(epoch, records));
+    store_relaxed_sys(heap_word(a, lane, a.stream_count, plan_row(a.rank, channel)), signal_word(epoch, counts.records[lane]));
   if (lane < nodes(a) and lane != own)
-    store_relaxed_sys(heap_word(a, rail_peer(a, lane), a.rail_count, own * kRingChannels + channel), signal_word(epoch, relayed));
+    store_relaxed_sys(heap_word(a, rail_peer(a, lane), a.rail_count, own * kRingChannels + channel),
+                      signal_word(epoch, counts.relayed[lane]));
 }
 
-// A token of this rank becomes a record in a slot.
-__device__ __forceinline__ void send_record(const Args& a, const Offsets& f, Stage& stage, u64 epoch, u64 slot, i64 token,
-                                            int lane) {
-  Targets t{slot, 1};   // the same in all lanes
-  const u64 row = input_row(a, f, token);
-  if (a.cast) {
-    send_cast<1>(a, t, f, reinterpret_cast<const unsigned char*>(row), reinterpret_cast<u32*>(stage.at), {0, 2 * f.row}, lane);
-  } else {
-    stage.load(row, f.row, lane);
-    stage.await();
-    if (lane == 0) bulk_store(slot, stage.at, f.row);
-    bulk_commit();
-    bulk_await_stored();
-  }
-  send_picks(a, t, f, epoch, token, pick_word(a, token, lane), lane);
+// Where this rank's tokens of a channel go, lane j for stream j: to the GPUs of its node and to its relays.
+__device__ __forceinline__ End tokens_to(const Args& a, const Route& to, int channel, int lane) {
+  const int own = own_node(a), rank = int(a.rank);
+  if (to.peer < 0) return kNoRing;
+  if (lane < a.gpus) return writes(a, to.peer, rank, {a.ring_tail, rank}, {a.ring_head, to.peer}, channel);
+  return writes(a, to.peer, int(a.ranks) + own, {a.rail_ring_tail, own}, {a.rail_ring_head, to.node}, channel);
 }
 
-// This rank's tokens of a channel, to the GPUs of its node and to its relays.
-struct Sending {
-  const Args& a;
-  const Offsets& f;
-  Stage& stage;
-  const u64& epoch;
-  const Range tokens;
-  const int channel, lane;
-  Route to;
-  End ring = kNoRing;
-  int first;      // of 32 tokens
-  u32 left = 0;   // those of them still to be sent
-
-  __device__ __forceinline__ Sending(const Args& a, const Shared& sh, Stage& stage, int channel, int member, int lane)
-      : a(a), f(sh.f), stage(stage), epoch(sh.epoch), tokens(channel_tokens(a, channel)), channel(channel),
-        lane(lane), first(tokens.first - 32) {
-    if (lane % int(a.senders) == member) to = route(a, lane);
-    if (to.peer < 0) {
-      first = tokens.last;
-      return;
+// One of the warps that take a channel's tokens in turns: a token is read and cast once for all its streams. `before`: tokens of
+// the block's earlier channels.
+__device__ __forceinline__ bool send_tokens(const Args& a, Shared& sh, Stage& stage, int channel, int member, int before, int lane) {
+  const Offsets& f = sh.f;
+  const Range mine = channel_tokens(a, channel);
+  const u32 ranks = route(a, lane).ranks;
+  const int workers = int(a.senders);
+  int limit = int(a.ring_share), base = 0, token = mine.first + first_turn(member, workers, before);
+  for (int first = mine.first; first < mine.last; first += 32) {
+    const u32 bits = block_of_streams(a, ranks, first, mine.last, lane);
+    for (const int stop = min(first + 32, mine.last); token < stop; token += workers) {
+      const int i = token - first;
+      const bool there = bits >> i & 1;
+      End ring = tokens_to(a, route(a, lane), channel, lane);   // made anew, for kept it would take registers
+      ring.limit = limit;
+      ring.done = base + __popc(bits & below(i));
+      const bool ok = not there or ring.open() or ring.await(a, Op::kDispatch, sh.epoch);
+      limit = ring.limit;
+      if (not __all_sync(kFullWarp, ok)) return false;
+      __syncwarp();   // what one lane acquired, all lanes write behind
+      const Targets t{record_slot(a, ring, channel, f.bytes), __ballot_sync(kFullWarp, there)};
+      const u64 row = input_row(a, f, token);
+      const u32 early = pick_word(a, token, lane);
+      if (a.cast) {
+        send_cast(a, t, f, reinterpret_cast<const unsigned char*>(row), reinterpret_cast<u32*>(stage.at), {0, 2 * f.row}, lane);
+      } else {
+        stage.load(row, f.row, lane);
+        stage.await();
+        if (there) bulk_store(t.address, stage.at, f.row);
+        bulk_commit();
+        bulk_await_stored();
+      }
+      send_picks(a, t, f, sh.epoch, token, early, lane);
+      sh.progress.finish(member, u32(before + token - mine.first) / workers + 1, lane);
     }
-    const int own = own_node(a), rank = int(a.rank);
-    ring = lane < a.gpus
-               ? writes(a, to.peer, rank, {a.ring_tail, rank}, {a.ring_head, to.peer}, channel)
-               : writes(a, to.peer, int(a.ranks) + own, {a.rail_ring_tail, own}, {a.rail_ring_head, to.node}, channel);
+    base += __popc(bits);
   }
-  __device__ __forceinline__ bool ended() const { return left == 0 and first + 32 >= tokens.last; }
-  __device__ __forceinline__ bool able() const { return not ended() and (left == 0 or ring.open()); }
-  __device__ __forceinline__ int unsaid() const { return ring.unsaid(); }
-  __device__ __forceinline__ void look() { ring.look(a, epoch); }
-  __device__ __forceinline__ void say() { ring.say(a, epoch); }
-  __device__ __forceinline__ Blocked blocked() const { return ep::blocked(ring.seen(a), to.peer, epoch); }
-  __device__ __forceinline__ void step(int j) {
-    int from = __shfl_sync(kFullWarp, first, j);
-    u32 bits = __shfl_sync(kFullWarp, left, j), ranks = __shfl_sync(kFullWarp, to.ranks, j);
-    if (bits == 0) {
-      from += 32;
-      bits = __ballot_sync(kFullWarp, from + lane < tokens.last and (token_ranks(a, from + lane) & ranks) != 0);
-      if (lane == j) first = from, left = bits;
-      return;
-    }
-    const u64 slot = __shfl_sync(kFullWarp, record_slot(a, ring, channel, f.bytes), j);
-    send_record(a, f, stage, epoch, slot, from + __ffs(bits) - 1, lane);
-    if (lane == j) left &= left - 1, ++ring.done;
-  }
-  __device__ __forceinline__ void count() const { add_written(a, Op::kDispatch, to.peer, ring.done, f.bytes, false); }
-};
+  return true;
+}
 
 // Records of this rank's rail peers, passed on to the GPUs of this node. Lane n reads node n's; lane n * G + g writes them
 // for GPU g.
@@ -124,7 +117,7 @@ struct Forwarding {
 
   __device__ __forceinline__ Forwarding(const Args& a, const Shared& sh, Stage& stage, int channel, int member, int lane)
       : a(a), f(sh.f), stage(stage), epoch(sh.epoch), channel(channel), lane(lane) {
-    const int own = own_node(a), node = node_of(a, lane), workers = int(a.receive_from - a.senders);
+    const int own = own_node(a), node = node_of(a, lane), workers = int(a.receive_from - a.senders) - 1;
     if (lane < nodes(a) and lane != own and lane % workers == member) {
       all = *rail_plan(a, lane, channel);
       in = reads(a, rail_peer(a, lane), int(a.ranks) + lane, {a.rail_ring_tail, lane}, {a.rail_ring_head, own}, channel);
@@ -177,34 +170,40 @@ struct Forwarding {
 };
 
 // Records of every source, lane s for source s, become rows.
+__device__ __forceinline__ End records_of(const Args& a, int source, int channel) {
+  const int head = node_of(a, source) * int(a.gpus) + int(a.rank) % int(a.gpus);
+  return reads(a, relay_here(a, source), source, {a.ring_tail, source}, {a.ring_head, head}, channel);
+}
 struct Receiving {
   const Args& a;
   const Offsets& f;
   Stage& stage;
+  Taken& taken;
   const u64& epoch;
-  const int channel, lane;
+  const Turn turn;
+  const int channel, lane, before;
   End ring = kNoRing;
-  int row = 0, all = 0;
+  Rows rows{};
 
-  __device__ __forceinline__ Receiving(const Args& a, const Shared& sh, Stage& stage, int channel, int member, int lane)
-      : a(a), f(sh.f), stage(stage), epoch(sh.epoch), channel(channel), lane(lane) {
-    if (lane >= a.ranks or lane % int(a.receivers) != member) return;
-    const int* plan = reinterpret_cast<const int*>(a.plan) + plan_row(lane, channel);
-    row = plan[0];
-    all = plan[1] - row;
-    const int head = node_of(a, lane) * int(a.gpus) + int(a.rank) % int(a.gpus);
-    ring = reads(a, relay_here(a, lane), lane, {a.ring_tail, lane}, {a.ring_head, head}, channel);
+  __device__ __forceinline__ Receiving(const Args& a, const Shared& sh, Stage& stage, Taken& taken, Turn turn, int channel, int before,
+                                       int lane)
+      : a(a), f(sh.f), stage(stage), taken(taken), epoch(sh.epoch), turn(turn), channel(channel), lane(lane), before(before) {
+    if (not turn.mine) return;
+    rows = rows_of(a, lane, channel);
+    ring = records_of(a, lane, channel);
+    ring.done = first_turn(turn.member, turn.shares, before);
   }
-  __device__ __forceinline__ bool ended() const { return ring.done == all; }
+  __device__ __forceinline__ bool ended() const { return ring.done >= rows.all; }
   __device__ __forceinline__ bool able() const { return not ended() and ring.open(); }
-  __device__ __forceinline__ int unsaid() const { return ring.unsaid(); }
+  __device__ __forceinline__ int unsaid() const { return 0; }
   __device__ __forceinline__ void look() { ring.look(a, epoch); }
-  __device__ __forceinline__ void say() { ring.say(a, epoch); }
+  __device__ __forceinline__ void say() {}
   __device__ __forceinline__ Blocked blocked() const { return ep::blocked(ring.seen(a), relay_here(a, lane), epoch); }
   __device__ __forceinline__ void step(int source) {
     stage.load(__shfl_sync(kFullWarp, record_slot(a, ring, channel, f.bytes), source), f.bytes, lane);
-    stage.await();
-    const int record = __shfl_sync(kFullWarp, row + ring.done, source);
+    stage.await();   // the bulk load has read the slot, which may be written again
+    if (lane == source) taken.finish(turn, lane, before + ring.done);
+    const int record = __shfl_sync(kFullWarp, rows.first + ring.done, source);
     if (a.ordered) {
       if (lane == 0) bulk_store(a.kept + i64(record) * f.bytes, stage.at, f.bytes);
     } else {
@@ -212,44 +211,58 @@ struct Receiving {
     }
     bulk_commit();
     bulk_await_read();
-    if (lane == source) ++ring.done;
+    if (lane == source) ring.done += turn.shares;
   }
   __device__ __forceinline__ void count() const {}
 };
 
-// This rank's answers to every source, lane s for source s, to the source's relay in this node.
+// This rank's answers to every source, lane j for the j-th rank behind this one, to the source's relay in this node. Its own
+// answers come last, and do not travel where sums may read them from y.
+__device__ __forceinline__ int answered(const Args& a, int lane) {
+  const int source = int(a.rank) + 1 + lane;
+  return source < a.ranks ? source : source - int(a.ranks);
+}
+__device__ __forceinline__ int answers(const Args& a) { return int(a.ranks - a.stays); }
+__device__ __forceinline__ End answers_to(const Args& a, int source, int channel) {
+  const int relay = relay_here(a, source), at = node_of(a, source) * int(a.gpus) + int(a.rank) % int(a.gpus);
+  return writes(a, relay, at, {a.back_tail, at}, {a.back_head, source}, channel);
+}
 struct Returning {
   const Args& a;
   Stage& stage;
+  Taken& taken;
   const u64& epoch;
-  const int channel, lane;
+  const Turn turn;
+  const int channel, lane, before;
   End ring = kNoRing;
-  int row = 0, all = 0;
+  Rows rows{};
 
-  __device__ __forceinline__ Returning(const Args& a, const Shared& sh, Stage& stage, int channel, int member, int lane)
-      : a(a), stage(stage), epoch(sh.epoch), channel(channel), lane(lane) {
-    if (lane >= a.ranks or lane % int(a.senders) != member) return;
-    const int* plan = reinterpret_cast<const int*>(a.plan) + plan_row(lane, channel);
-    row = plan[0];
-    all = plan[1] - row;
-    const int relay = relay_here(a, lane), at = node_of(a, lane) * int(a.gpus) + int(a.rank) % int(a.gpus);
-    ring = writes(a, relay, at, {a.back_tail, at}, {a.back_head, lane}, channel);
+  __device__ __forceinline__ Returning(const Args& a, const Shared& sh, Stage& stage, Taken& taken, Turn turn, int channel, int before,
+                                       int lane)
+      : a(a), stage(stage), taken(taken), epoch(sh.epoch), turn(turn), channel(channel), lane(lane), before(before) {
+    if (not turn.mine) return;
+    rows = rows_of(a, answered(a, lane), channel);
+    ring = answers_to(a, answered(a, lane), channel);
+    ring.done = first_turn(turn.member, turn.shares, before);
   }
-  __device__ __forceinline__ bool ended() const { return ring.done == all; }
+  __device__ __forceinline__ bool ended() const { return ring.done >= rows.all; }
   __device__ __forceinline__ bool able() const { return not ended() and ring.open(); }
-  __device__ __forceinline__ int unsaid() const { return ring.unsaid(); }
+  __device__ __forceinline__ int unsaid() const { return 0; }
   __device__ __forceinline__ void look() { ring.look(a, epoch); }
-  __device__ __forceinline__ void say() { ring.say(a, epoch); }
-  __device__ __forceinline__ Blocked blocked() const { return ep::blocked(ring.seen(a), relay_here(a, lane), epoch); }
-  __device__ __forceinline__ void step(int source) {
-    const u64 slot = __shfl_sync(kFullWarp, sum_slot(a, ring, channel), source);
-    const int record = __shfl_sync(kFullWarp, row + ring.done, source);
+  __device__ __forceinline__ void say() {}
+  __device__ __forceinline__ Blocked blocked() const {
+    return ep::blocked(ring.seen(a), relay_here(a, answered(a, lane)), epoch);
+  }
+  __device__ __forceinline__ void step(int j) {
+    const u64 slot = __shfl_sync(kFullWarp, sum_slot(a, ring, channel), j);
+    const int record = __shfl_sync(kFullWarp, rows.first + ring.done, j);
     for (int part = 0; part < a.send_parts; ++part) send_back(a, stage, slot, record, part, lane);
-    if (lane == source) ++ring.done;
+    __syncwarp();   // all lanes' stores are behind it, so the release covers them
+    if (lane != j) return;
+    taken.finish(turn, lane, before + ring.done);
+    ring.done += turn.shares;
   }
-  __device__ __forceinline__ void count() const {
-    add_written(a, Op::kCombine, relay_here(a, lane), ring.done, sum_bytes(a), false);
-  }
+  __device__ __forceinline__ void count() const {}
 };
 
 // Sums of this node's GPUs for this rank's rail peers. Lane n writes node n's; lane n * G + g reads those of GPU g.
@@ -266,7 +279,7 @@ struct Merging {
   __device__ __forceinline__ Merging(const Args& a, const Shared& sh, Stage& stage, int channel, int member, int lane)
       : a(a), stage(stage), epoch(sh.epoch), channel(channel),
         lane(lane) {
-    const int own = own_node(a), node = node_of(a, lane), workers = int(a.receive_from - a.senders);
+    const int own = own_node(a), node = node_of(a, lane), workers = int(a.receive_from - a.senders) - 1;
     if (lane < nodes(a) and lane != own and lane % workers == member) {
       const int source = rail_peer(a, lane);
       all = *rail_plan(a, lane, channel);
@@ -308,78 +321,77 @@ struct Merging {
   __device__ __forceinline__ void count() const { add_written(a, Op::kCombine, rail_peer(a, lane), out.done, sum_bytes(a), true); }
 };
 
+// Forwarding and Merging.
 template <typename Streams>
-__device__ __forceinline__ bool serve_channel(const Args& a, Op op, const Shared& sh, Stage& stage, int channel, int member,
+__device__ __forceinline__ bool relay_channel(const Args& a, Op op, const Shared& sh, Stage& stage, int channel, int member,
                                               int lane) {
   Streams s(a, sh, stage, channel, member, lane);
   if (not serve(a, op, sh.epoch, s, lane)) return false;
   s.count();
   return true;
 }
+// Receiving and Returning. `before`: lane's records of the block's earlier channels.
+template <typename Streams>
+__device__ __forceinline__ bool take_channel(const Args& a, Op op, const Shared& sh, Stage& stage, Taken& taken, Turn turn,
+                                             int channel, int& before, int lane) {
+  Streams s(a, sh, stage, taken, turn, channel, before, lane);
+  before += s.rows.all;
+  if (serve(a, op, sh.epoch, s, lane)) return true;
+  if (turn.mine) taken.give_up(turn, lane);
+  return false;
+}
 
 // Where the sums of this rank's tokens come in, by stream.
 __device__ __forceinline__ End sums_of(const Args& a, const Route& r, int channel, int lane) {
-  if (r.peer < 0) return kNoRing;
+  if (r.peer < 0 or (a.stays and r.peer == a.rank)) return kNoRing;
   if (lane < a.gpus) return reads(a, r.peer, r.peer, {a.back_tail, r.peer}, {a.back_head, int(a.rank)}, channel);
   return reads(a, r.peer, int(a.ranks) + r.node, {a.rail_back_tail, r.node}, {a.rail_back_head, own_node(a)}, channel);
 }
 
-// The sums of a channel's tokens, in order; each of the warps has its parts of every row. Rows of this node's GPUs and those
-// of other nodes meet in fp32. Waiting for one stream holds up no other: nobody writes a stream behind another one.
-__device__ __forceinline__ bool sum_channel(const Args& a, Shared& sh, Stage& stage, int channel, int member, u32& done, int lane) {
-  const Route r = route(a, lane);
-  const Range mine = channel_tokens(a, channel);
-  const int parts = int(a.receive_parts);
-  End ring = sums_of(a, r, channel, lane);
-  for (int first = mine.first; first < mine.last; first += 32) {
-    const u32 to = block_of_streams(a, r.ranks, first, mine.last, lane);
-    for (int i = 0; i < min(32, mine.last - first); ++i) {
-      const bool expected = to >> i & 1;
-      bool ok = true;
-      if (expected and not ring.open()) {
-        u64 start = ring.limit == 0 and blockIdx.x == 0 and member == 0 ? nanoseconds() : 0;
-        u64 word = load_acquire_sys(ring.seen(a));
-        if (not reached(word, sh.epoch, ring.done + 1))
-          word = wait_slow(a, Op::kCombine, r.peer, ring.seen(a), sh.epoch, ring.done + 1);
-        if (start != 0) add_stat(a, stat_waits(a.ranks) + r.peer, nanoseconds() - start);
-        ok = word != 0;
-        ring.limit = int(signal_count(word));
-      }
-      if (not __all_sync(kFullWarp, ok)) return false;
-      __syncwarp();
-      const u32 set = __ballot_sync(kFullWarp, expected);
-      for (int part = member; part < parts; part += int(a.receivers))
-        sum_rows(stage, a.out + i64(first + i) * 2 * a.hidden, share(int(2 * a.hidden), part, parts), set,
-                 sum_slot(a, ring, channel), 1.f, lane);
-      ring.done += expected;
-      sh.progress.finish(member, ++done, lane);
-    }
-  }
-  return true;
+// Summing warps: groups of them take a channel's tokens in turns, and each warp of a group its parts of every row.
+struct Summing {
+  int groups, members, group, member;
+};
+__device__ __forceinline__ Summing summing(const Args& a, int warp) {
+  const int members = min(int(a.receive_parts), int(a.receivers));
+  return {int(a.receivers) / members, members, warp / members, warp % members};
 }
 
-// Gives slots back that all parts of their rows have left. `before`: tokens of the block's earlier channels.
-__device__ __forceinline__ void give_credit(const Args& a, Shared& sh, int channel, u32 before, int lane) {
+// Rows of this node's GPUs and those of other nodes meet in fp32. Waiting for one stream holds up no other: nobody writes a
+// stream behind another one. `before`: tokens of the block's earlier channels.
+__device__ __forceinline__ bool sum_channel(const Args& a, Shared& sh, Stage& stage, int channel, int warp, int before, int lane) {
   const Route r = route(a, lane);
   const Range mine = channel_tokens(a, channel);
-  const int tokens = mine.last - mine.first, least = max(1, min(2 * kUnsaid, int(a.ring_share) / 2));
+  const Summing g = summing(a, warp);
+  if (g.group >= g.groups) return true;   // left over
+  const int parts = int(a.receive_parts);
+  const bool own = a.stays and r.peer == a.rank;   // its rows are still where the experts left them
+  const u64 answer = own ? a.y + i64(rows_of(a, int(a.rank), channel).first) * 2 * a.hidden : 0;
   End ring = sums_of(a, r, channel, lane);
-  u32 to = block_of_streams(a, r.ranks, mine.first, mine.last, lane);
-  for (int block = 0, base = 0, given = 0; given < tokens;) {
-    u32 reach = __reduce_min_sync(kFullWarp, lane < a.receivers ? load_acquire_cta(&sh.progress.done[lane]) : ~0u);
-    if (reach >= Progress::kAll) return;   // they have given up
-    int complete = min(tokens, int(max(reach, before) - before));
-    if (complete < tokens and complete - given < least) continue;
-    for (; complete - block >= 32; block += 32) {
-      base += __popc(to);
-      to = block_of_streams(a, r.ranks, mine.first + block + 32, mine.last, lane);
+  int base = 0, token = mine.first + first_turn(g.group, g.groups, before);
+  for (int first = mine.first; first < mine.last; first += 32) {
+    const u32 to = block_of_streams(a, r.ranks, first, mine.last, lane);
+    for (const int stop = min(first + 32, mine.last); token < stop; token += g.groups) {
+      const int i = token - first;
+      const bool expected = to >> i & 1;
+      ring.done = base + __popc(to & below(i));
+      bool ok = true;
+      if (expected and not own and not ring.open()) {
+        u64 start = ring.limit == 0 and blockIdx.x == 0 and warp == 0 ? nanoseconds() : 0;
+        ok = ring.await(a, Op::kCombine, sh.epoch);
+        if (start != 0) add_stat(a, stat_waits(a.ranks) + r.peer, nanoseconds() - start);
+      }
+      if (not __all_sync(kFullWarp, ok)) return false;
+      __syncwarp();   // what one lane acquired, all lanes read
+      const u32 set = __ballot_sync(kFullWarp, expected);
+      const u64 row = own ? answer + i64(ring.done) * 2 * a.hidden : sum_slot(a, ring, channel);
+      for (int part = g.member; part < parts; part += g.members)
+        sum_rows(stage, a.out + i64(token) * 2 * a.hidden, share(int(2 * a.hidden), part, parts), set, row, 1.f, lane);
+      sh.progress.finish(warp, u32(before + token - mine.first) / g.groups + 1, lane);
     }
-    ring.done = base + __popc(to & below(complete - block));
-    __syncwarp();
-    fence_release();
-    if (r.peer >= 0) ring.say(a, sh.epoch);
-    given = complete;
+    base += __popc(to);
   }
+  return true;
 }
 
 // The last block to end tells every rank that nothing of this round is left to be read here, and waits for all to say so.
@@ -413,16 +425,15 @@ __device__ __forceinline__ bool end_round(const Args& a, const Shared& sh, int l
 extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_count(const __grid_constant__ ep::Args a) {
   using namespace ep;
   __shared__ Shared sh;
+  __shared__ Counts counts;
   const int source = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool repeats = a.signature & kRepeats;
   start(a, sh, Op::kDispatch);
   if (sh.stopped) return;
   __syncthreads();
-  if (source == 0) {
-    if (blockIdx.x == 0) announce(a, sh, lane);
-    for (int channel = blockIdx.x; not repeats and channel < a.channels; channel += gridDim.x)
-      count_channel(a, sh.epoch, channel, lane);
-  }
+  if (source == 0 and blockIdx.x == 0) announce(a, sh, lane);
+  for (int channel = blockIdx.x; not repeats and channel < a.channels; channel += gridDim.x)
+    count_channel(a, counts, sh.epoch, channel, source, lane);
   if (blockIdx.x != 0) return;
   if (source == 0) {
     bool ok = await_intents(a, sh, lane);
@@ -434,15 +445,15 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_count(cons
     if (threadIdx.x == 0) tell_host(a, all_rows(a));
     return;
   }
-  int row[kLaneChannels], total = await_counts(a, sh, source, row, lane);
-  if (lane == 0) sh.base[source] = total;
+  int row[kLaneChannels], total = source < a.ranks ? await_counts(a, sh, source, row, lane) : 0;
+  if (lane == 0 and source < a.ranks) sh.base[source] = total;
   bool ok = __syncthreads_and(total >= 0);
   int base = 0, all = 0;
   for (int s = 0; s < a.ranks; ++s) {
     if (s < source) base += sh.base[s];
     all += sh.base[s];
   }
-  if (ok) leave_plan(a, source, base, total, row, lane);
+  if (ok and source < a.ranks) leave_plan(a, source, base, total, row, lane);
   for (int i = threadIdx.x; ok and i < nodes(a) * a.channels; i += blockDim.x) {
     const int node = i / int(a.channels), channel = i % int(a.channels);
     if (node == own_node(a)) continue;
@@ -453,20 +464,40 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_count(cons
   if (ok and threadIdx.x == 0) tell_host(a, all);
 }
 
-extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_dispatch(const __grid_constant__ ep::Args a) {
+extern "C" __global__ void __launch_bounds__(ep::kRingThreads, 1) ep_ring_dispatch(const __grid_constant__ ep::Args a) {
   using namespace ep;
   __shared__ Shared sh;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, relays_from = int(a.senders), receive_from = int(a.receive_from);
+  __shared__ Taken taken;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int senders = int(a.senders), receive_from = int(a.receive_from), receivers = int(a.receivers);
+  if (threadIdx.x < 32) sh.progress.done[lane] = taken.done[lane] = 0;
   start(a, sh, Op::kDispatch);
-  Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
+  Stage stage{stage_memory + (warp < senders ? warp * a.send_stage : a.receive_at + (warp - receive_from) * a.receive_stage),
+              &sh.bars[warp]};
+  const Turn turn = turns(receivers, int(a.ranks), warp - receive_from, lane);
   bool ok = not sh.stopped;
+  int before = 0;   // of what this warp or lane counts, in the block's earlier channels
   for (int channel = blockIdx.x; ok and channel < a.channels; channel += gridDim.x) {
-    if (warp < relays_from) {
-      ok = serve_channel<Sending>(a, Op::kDispatch, sh, stage, channel, warp, lane);
+    const Range mine = channel_tokens(a, channel);
+    if (warp < senders) {
+      ok = send_tokens(a, sh, stage, channel, warp, before, lane);
+      if (not ok) sh.progress.finish(warp, Progress::kAll, lane);
+      before += mine.last - mine.first;
+    } else if (warp == senders) {
+      const Route to = route(a, lane);
+      End ring = tokens_to(a, to, channel, lane);
+      ok = follow_tokens(a, sh.epoch, ring, to, mine, before, lane, [&] { return sh.progress.complete(senders, lane); });
+      add_written(a, Op::kDispatch, to.peer, ring.done, sh.f.bytes, false);
+      before += mine.last - mine.first;
     } else if (warp < receive_from) {
-      ok = serve_channel<Forwarding>(a, Op::kDispatch, sh, stage, channel, warp - relays_from, lane);
+      ok = relay_channel<Forwarding>(a, Op::kDispatch, sh, stage, channel, warp - senders - 1, lane);
+    } else if (warp < receive_from + receivers) {
+      ok = take_channel<Receiving>(a, Op::kDispatch, sh, stage, taken, turn, channel, before, lane);
     } else {
-      ok = serve_channel<Receiving>(a, Op::kDispatch, sh, stage, channel, warp - receive_from, lane);
+      End ring = lane < a.ranks ? records_of(a, lane, channel) : kNoRing;
+      const int all = lane < a.ranks ? rows_of(a, lane, channel).all : 0;
+      ok = follow_records(a, sh.epoch, taken, ring, all, turn.shares, before, lane);
+      before += all;
     }
   }
   if (not __syncthreads_and(ok)) {   // nothing that was not received may look like data
@@ -523,27 +554,48 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_place(cons
   if (sh.stopped) poison_rows(a.rows, a.local_experts * a.capacity * sh.f.row);
 }
 
-extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_combine(const __grid_constant__ ep::Args a) {
+extern "C" __global__ void __launch_bounds__(ep::kRingThreads, 1) ep_ring_combine(const __grid_constant__ ep::Args a) {
   using namespace ep;
   __shared__ Shared sh;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, relays_from = int(a.senders), receive_from = int(a.receive_from);
-  if (threadIdx.x < 32) sh.progress.done[lane] = 0;
+  __shared__ Taken taken;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int senders = int(a.senders), receive_from = int(a.receive_from), receivers = int(a.receivers);
+  if (threadIdx.x < 32) sh.progress.done[lane] = taken.done[lane] = 0;
   start(a, sh, Op::kCombine);
-  Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
+  Stage stage{stage_memory + (warp < receive_from ? (warp - (warp > senders)) * a.send_stage
+                                                  : a.receive_at + (warp - receive_from) * a.receive_stage),
+              &sh.bars[warp]};
+  const Turn turn = turns(senders, answers(a), warp, lane);
   bool ok = not sh.stopped;
-  u32 done = 0;   // tokens of this block
+  int before = 0;   // of what this warp or lane counts, in the block's earlier channels
   for (int channel = blockIdx.x; ok and channel < a.channels; channel += gridDim.x) {
-    if (warp < relays_from) {
-      ok = serve_channel<Returning>(a, Op::kCombine, sh, stage, channel, warp, lane);
+    const Range mine = channel_tokens(a, channel);
+    if (warp < senders) {
+      ok = take_channel<Returning>(a, Op::kCombine, sh, stage, taken, turn, channel, before, lane);
+    } else if (warp == senders) {
+      const int source = lane < a.ranks ? answered(a, lane) : 0;
+      const int all = lane < a.ranks ? rows_of(a, source, channel).all : 0;
+      const bool travels = lane < answers(a);
+      ok = follow_records(a, sh.epoch, taken, travels ? answers_to(a, source, channel) : kNoRing, travels ? all : 0, turn.shares,
+                          before, lane);
+      if (lane < a.ranks) add_written(a, Op::kCombine, relay_here(a, source), all, travels ? sum_bytes(a) : 0, false);
+      before += all;
     } else if (warp < receive_from) {
-      ok = serve_channel<Merging>(a, Op::kCombine, sh, stage, channel, warp - relays_from, lane);
-    } else if (warp < receive_from + a.receivers) {
-      ok = sum_channel(a, sh, stage, channel, warp - receive_from, done, lane);
+      ok = relay_channel<Merging>(a, Op::kCombine, sh, stage, channel, warp - senders - 1, lane);
+    } else if (warp < receive_from + receivers) {
+      ok = sum_channel(a, sh, stage, channel, warp - receive_from, before, lane);
       if (not ok) sh.progress.finish(warp - receive_from, Progress::kAll, lane);
+      before += mine.last - mine.first;
     } else {
-      give_credit(a, sh, channel, done, lane);
-      Range mine = channel_tokens(a, channel);
-      done += mine.last - mine.first;
+      const Route r = route(a, lane);
+      const Summing g = summing(a, lane);
+      End ring = sums_of(a, r, channel, lane);
+      ok = follow_tokens(a, sh.epoch, ring, r, mine, before, lane, [&] {
+        u32 reach = g.group < g.groups ? load_acquire_cta(&sh.progress.done[lane]) * g.groups + g.group : ~0u;
+        __syncwarp();   // what one lane acquired, all lanes pass on
+        return __reduce_min_sync(kFullWarp, reach);
+      });
+      before += mine.last - mine.first;
     }
   }
   ok = __syncthreads_and(ok);

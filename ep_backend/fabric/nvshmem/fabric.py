@@ -17,8 +17,8 @@ from ep_backend.fabric.base import Call, Received
 from ep_backend.fabric.meeting import Meeting
 from ep_backend.fabric.nvshmem import launch, rings
 from ep_backend.fabric.nvshmem.device import Gpu
-from ep_backend.fabric.nvshmem.launch import STAGE_BYTES, Args
-from ep_backend.fabric.nvshmem.launches import Launches, casts
+from ep_backend.fabric.nvshmem.launch import STAGE_BYTES, Args, casts
+from ep_backend.fabric.nvshmem.launches import Launches
 from ep_backend.layout import Payload
 from ep_backend.modes import Layout, Mode
 from ep_backend.stats import BufferStats

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ep_backend.errors import EpError
+from ep_backend.fabric.base import Call
 from ep_backend.fabric.nvshmem import world
 from ep_backend.fabric.nvshmem.world import check, driver
+from ep_backend.layout import Payload
 
 MAX_RANKS = 32
 MOST_WARPS = 32  # of a block
@@ -51,6 +53,11 @@ CALL = (
 _call = struct.Struct(f"{len(CALL)}q")
 _call_at = 8 * (MAX_RANKS + len(LANE))
 ARGS_BYTES = _call_at + _call.size
+
+
+def casts(call: Call) -> bool:
+    """Dispatch makes FP8 of bf16 rows."""
+    return call.scales is None and call.payload is not Payload.BF16
 
 
 class Args:

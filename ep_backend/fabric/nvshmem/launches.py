@@ -7,8 +7,7 @@ import math
 from ep_backend import layout
 from ep_backend.fabric.base import Call
 from ep_backend.fabric.nvshmem import rings
-from ep_backend.fabric.nvshmem.launch import MOST_WARPS, STAGE_BYTES, Launch, Roles
-from ep_backend.layout import Payload
+from ep_backend.fabric.nvshmem.launch import MOST_WARPS, STAGE_BYTES, Launch, Roles, casts
 from ep_backend.modes import Layout, Mode
 
 SMS = 24  # multiprocessors of every kernel that waits for a peer, unless the call says otherwise
@@ -229,10 +228,6 @@ class Launches:
 def _coprime(most: int, ranks: int) -> int:
     """A number of workers of which none gets the same rank's rows each time."""
     return next(n for n in range(most, 0, -1) if math.gcd(n, ranks) == 1)
-
-
-def casts(call: Call) -> bool:
-    return call.scales is None and call.payload is not Payload.BF16
 
 
 def _room(stage: int, rows: int) -> int:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from ep_backend import layout
 from ep_backend.fabric.base import Call
-from ep_backend.fabric.nvshmem.launch import MOST_WARPS, STAGE_BYTES, Launch, Roles
+from ep_backend.fabric.nvshmem.launch import STAGE_BYTES, Launch, Roles, casts
 from ep_backend.layout import Shape
 from ep_backend.modes import Layout, Mode
 
 _CHANNEL_SLOTS = 4  # of a ring, below which another channel would only wait more often
 MOST_SHARE = (1 << 16) - 1  # slots that a channel uses of a ring, in 16 bits of ring.cuh's End
-_SUM_BYTES = 16384  # of a warp's stage in combine; holds 512 bytes of 32 rows
+# Warps of a block, most of each kind, in dispatch and in combine; kernels/TUNING.md says what fewer or more do.
+_COUNTING = 8
+_MOST = 28  # of a block that moves rows: ring.cuh's kRingThreads
+_CASTING, _COPYING, _RECEIVING = 14, 6, 12
+_RETURNING, _GATHERING, _MERGING = 9, 11, 4
+_SENT_BYTES, _SUM_BYTES = 16384, 7168  # of a warp's stage in combine: rows that leave, and rows that are summed
 
 
 def channels(s: Shape) -> int:
@@ -24,33 +29,51 @@ def repeats(call: Call) -> bool:
 
 
 def count(s: Shape, blocks: int) -> Launch:
-    return Launch("ring_count", min(blocks, channels(s)), s.ranks, Roles())
+    return Launch("ring_count", min(blocks, channels(s)), max(s.ranks, _COUNTING), Roles())
 
 
 def dispatch(s: Shape, call: Call, blocks: int, ordered: bool) -> tuple[Launch, ...]:
-    stage = layout.align_up(layout.record(call.payload, s.hidden, s.top_k).bytes, 128)
-    most = min(MOST_WARPS, STAGE_BYTES // stage)
-    senders, relays, receivers = _share_out(most, s.gpus_per_node + s.nodes - 1, s.nodes - 1, s.ranks)
-    roles = Roles(senders, senders + relays, receivers, send_stage=stage)
-    moving = Launch("ring_dispatch", min(blocks, channels(s)), senders + relays + receivers, _shared(roles, stage))
+    record = layout.align_up(layout.record(call.payload, s.hidden, s.top_k).bytes, 128)
+    most = _MOST - 2  # two tell the other ends how far the others are
+    if casts(call):  # these read rows themselves, and need room for scales alone
+        sent, senders = layout.align_up(layout.scale_bytes(call.payload, s.hidden), 128), _CASTING
+        relays, receivers = _share_out(min(most - senders, (STAGE_BYTES - senders * sent) // record), s.nodes - 1, _RECEIVING)
+    else:
+        sent = record
+        senders, relays, receivers = _share_out(min(most, STAGE_BYTES // record), _COPYING, s.nodes - 1, _RECEIVING)
+    roles = Roles(senders, senders + 1 + relays, receivers, sent, record, receive_at=senders * sent + relays * record)
+    moving = Launch("ring_dispatch", min(blocks, channels(s)), senders + relays + receivers + 2, roles)
     if not ordered:
         return (moving,)
-    warps = min(4, STAGE_BYTES // stage)
-    placing = Launch("ring_place", blocks, warps, Roles(warps, send_stage=stage))
+    warps = min(4, STAGE_BYTES // record)
+    placing = Launch("ring_place", blocks, warps, Roles(warps, send_stage=record))
     return moving, Launch("ring_order", blocks, 4, Roles()), placing
 
 
 def combine(s: Shape, call: Call, blocks: int) -> Launch:
-    row = 2 * s.hidden
-    gathered = s.top_k if call.layout is Layout.MASKED else 1
-    added = min(s.gpus_per_node + s.nodes - 1, s.top_k)
-    stage = max(_SUM_BYTES, row if gathered == 1 else 0)
-    parts = [layout.ceil_div(row, stage // rows // 16 * 16) for rows in (gathered, added)]
-    most = min(MOST_WARPS - 1, STAGE_BYTES // stage)
-    senders, relays, receivers = _share_out(most, s.ranks, s.nodes - 1, 8)
-    roles = Roles(senders, senders + relays, receivers, stage, send_parts=parts[0], receive_parts=parts[1])
-    warps = senders + relays + receivers + 1  # the last gives slots back
-    return Launch("ring_combine", min(blocks, channels(s)), warps, _shared(roles, stage), ends=True)
+    row, masked = 2 * s.hidden, call.layout is Layout.MASKED
+    # A stage holds one run of every row that is summed.
+    send_parts, sent = _runs(row, _SENT_BYTES, s.top_k if masked else 1)
+    receive_parts, summed = _runs(row, _SUM_BYTES, min(s.gpus_per_node + s.nodes - 1, s.top_k))
+    sent = max(sent, summed)  # relays sum too
+    relays = min(s.nodes - 1, _MERGING)
+    senders = _GATHERING if masked else min(2 * s.ranks - 1, _RETURNING)
+    senders = min(senders, (STAGE_BYTES - summed) // sent - relays)
+    at = (senders + relays) * sent
+    receivers = min(_MOST - 2 - senders - relays, (STAGE_BYTES - at) // summed)
+    roles = Roles(
+        *(senders, senders + 1 + relays, receivers, sent, summed),
+        receive_at=at,
+        send_parts=send_parts,
+        receive_parts=receive_parts,
+    )
+    return Launch("ring_combine", min(blocks, channels(s)), senders + relays + receivers + 2, roles, ends=True)
+
+
+def _runs(row: int, stage: int, rows: int) -> tuple[int, int]:
+    """Parts of a row such that a stage holds one of each of so many, and bytes of such a stage."""
+    parts = layout.ceil_div(row, max(512, stage // rows // 16 * 16))
+    return parts, 16 * layout.ceil_div(row // 16, parts) * rows
 
 
 def _share_out(most: int, *wanted: int) -> list[int]:
@@ -60,8 +83,3 @@ def _share_out(most: int, *wanted: int) -> list[int]:
     while sum(shares) > most:
         shares[shares.index(max(shares))] -= 1
     return shares
-
-
-def _shared(roles: Roles, stage: int) -> Roles:
-    """Every working warp has a stage of the same size, by its number."""
-    return roles._replace(receive_stage=stage, receive_at=stage * roles.receive_from)

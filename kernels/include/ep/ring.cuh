@@ -1,10 +1,12 @@
 // Streams through bounded rings, for normal: one writer and one reader a ring and channel, a tail word at the reader, a head
-// word at the writer. A warp serves several streams, one a lane, in turns: it never blocks on one while another can go on.
+// word at the writer. Several warps of a block may take turns at one end, and another one then tells the other end; or a warp
+// serves several streams, one a lane, in turns: it never blocks on one while another can go on.
 #pragma once
 #include "ep/dispatch.cuh"
 
 namespace ep {
 
+constexpr int kRingThreads = 896;   // at most, so that a thread has 72 registers
 constexpr int kUnsaid = 4;   // records of a stream that its reader need not know of yet, nor its writer that they are taken
 
 // One end of a ring's channel. What this end has done, and how far it may go: as far as the other end's word says, and a
@@ -29,6 +31,14 @@ struct End {
     if (said == done) return;
     store_relaxed_sys(heap_word(a, peer, a.rail_count, word), signal_word(epoch, done));
     said = done;
+  }
+  // Until this end may do its next record; false once the buffer has failed. By lanes apart.
+  __device__ __forceinline__ bool await(const Args& a, Op op, u64 epoch) {
+    const u64 count = u64(done + 1 - int(slack));
+    u64 word = load_acquire_sys(seen(a));
+    if (not reached(word, epoch, count)) word = wait_slow(a, op, peer, seen(a), epoch, count);
+    limit = int(slack) + int(signal_count(word));
+    return word != 0;
   }
   // Of the next record. `area`: a.slots or a.area, with rings of `segment` bytes.
   __device__ __forceinline__ u64 slot(const Args& a, i64 area, i64 segment, int channel, int bytes) const {
@@ -74,6 +84,70 @@ __device__ __forceinline__ u64 sum_slot(const Args& a, const End& e, int channel
   return e.slot(a, a.area, a.area_segment, channel, sum_bytes(a));
 }
 
+// A source's records in a channel: the first one's row, and how many.
+struct Rows {
+  int first, all;
+};
+__device__ __forceinline__ Rows rows_of(const Args& a, int source, int channel) {
+  const int* plan = reinterpret_cast<const int*>(a.plan) + plan_row(source, channel);
+  return {plan[0], plan[1] - plan[0]};
+}
+
+// How a block's warps share streams, one a lane: where there are warps enough, several take turns at each, else one has several.
+struct Turn {
+  int shares, member;   // warps that take turns, and which of them this one is
+  bool mine;            // this lane's stream
+};
+__device__ __forceinline__ Turn turns(int warps, int streams, int warp, int lane) {
+  if (streams == 0) return {1, 0, false};
+  if (streams >= warps) return {1, 0, lane < streams and lane % warps == warp};
+  return {warps / streams, warp / streams, lane == warp % streams and warp < warps / streams * streams};
+}
+// The first of a channel's units that is this member's turn: of all units of a block, u is that of member u % members.
+__device__ __forceinline__ int first_turn(int member, int members, int before) {
+  const int ahead = before % members;
+  return member - ahead + (member < ahead ? members : 0);
+}
+
+// How many units of each stream each of the warps that take turns at it has done, in order.
+struct Taken {
+  u32 done[32];
+
+  __device__ __forceinline__ void finish(const Turn& t, int stream, int unit) {
+    store_release_cta(&done[stream * t.shares + t.member], u32(unit) / t.shares + 1);
+  }
+  __device__ __forceinline__ void give_up(const Turn& t, int stream) {
+    store_release_cta(&done[stream * t.shares + t.member], Progress::kAll);
+  }
+  __device__ __forceinline__ u32 complete(int stream, int shares) const {   // units from the first on
+    u32 reach = ~0u;
+    for (int m = 0; m < shares; ++m) reach = min(reach, load_acquire_cta(&done[stream * shares + m]) * shares + m);
+    return reach;
+  }
+};
+
+// What one end does not say yet is less than half of a channel's slots, so that the two ends of a ring never wait for each
+// other's word, and a ring of one slot works too.
+__device__ __forceinline__ int least_said(const Args& a) { return max(1, min(2 * kUnsaid, int(a.ring_share) / 2)); }
+
+// Tells the other ends how far a channel's streams have come, one a lane, behind the warps that take turns at them. `all`: records
+// of the stream, `before`: those of the block's earlier channels. False once one of those warps has given up.
+__device__ __forceinline__ bool follow_records(const Args& a, u64 epoch, const Taken& taken, End ring, int all, int shares,
+                                               int before, int lane) {
+  const int least = least_said(a);
+  for (;;) {
+    const u32 reach = all != 0 ? taken.complete(lane, shares) : u32(before);
+    if (__any_sync(kFullWarp, reach >= Progress::kAll)) return false;
+    ring.done = min(all, int(reach) - before);
+    if (__any_sync(kFullWarp, ring.unsaid() >= (ring.done == all ? 1 : least))) {
+      __syncwarp();   // what lanes acquired of the warps, the fence makes the other ends see
+      fence_release();
+      if (ring.peer >= 0) ring.say(a, epoch);
+    }
+    if (__all_sync(kFullWarp, ring.done == all)) return true;
+  }
+}
+
 // The streams of this rank's own tokens, one a lane: to each GPU of its node, then to its relay in each other node.
 struct Route {
   int peer = -1, node = -1;
@@ -89,13 +163,37 @@ __device__ __forceinline__ Route route(const Args& a, int lane) {
 }
 // 32 tokens from `first` on, transposed: lane j gets a bit for each that stream j carries.
 __device__ __forceinline__ u32 block_of_streams(const Args& a, u32 ranks, int first, int last, int lane) {
-  u32 mask = first + lane < last ? token_ranks(a, first + lane) : 0, mine = 0;
+  u32 mask = first + lane < last ? token_ranks<4>(a, first + lane) : 0, mine = 0;
   const int streams = int(a.gpus) + nodes(a) - 1;
   for (int j = 0; j < streams; ++j) {
     u32 tokens = __ballot_sync(kFullWarp, (mask & __shfl_sync(kFullWarp, ranks, j)) != 0);
     if (lane == j) mine = tokens;
   }
   return mine;
+}
+
+// The same where all streams move with the channel's tokens; reach() says how many of the block's are done. Leaves what was said.
+template <typename Reach>
+__device__ __forceinline__ bool follow_tokens(const Args& a, u64 epoch, End& ring, const Route& r, Range mine, int before, int lane,
+                                              Reach reach) {
+  const int tokens = mine.last - mine.first, least = least_said(a);
+  u32 to = block_of_streams(a, r.ranks, mine.first, mine.last, lane);
+  for (int block = 0, base = 0, given = 0; given < tokens;) {
+    const u32 done = reach();
+    if (done >= Progress::kAll) return false;
+    const int complete = min(tokens, int(done) - before);
+    if (complete < tokens and complete - given < least) continue;
+    for (; complete - block >= 32; block += 32) {
+      base += __popc(to);
+      to = block_of_streams(a, r.ranks, mine.first + block + 32, mine.last, lane);
+    }
+    ring.done = base + __popc(to & below(complete - block));
+    __syncwarp();
+    fence_release();
+    if (ring.peer >= 0) ring.say(a, epoch);
+    given = complete;
+  }
+  return true;
 }
 
 // Who a lane's stream waits for: one more than its word says.

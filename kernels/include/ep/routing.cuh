@@ -20,16 +20,17 @@ __device__ __forceinline__ bool is_expert(const Args& a, i64 id) { return u64(id
 
 __device__ __forceinline__ int owner(const Args& a, int id) { return quotient(id, int(a.local_experts)); }
 
-// The ranks that own a token's experts, one bit a rank. Eight loads are in flight.
+// The ranks that own a token's experts, one bit a rank. So many loads are in flight, which takes two registers each.
+template <int kLoads = 8>
 __device__ __forceinline__ u32 token_ranks(const Args& a, i64 token) {
   u32 mask = 0;
   int top_k = int(a.top_k);
-  for (int first = 0; first < top_k; first += 8) {
-    i64 id[8];
+  for (int first = 0; first < top_k; first += kLoads) {
+    i64 id[kLoads];
 #pragma unroll
-    for (int k = 0; k < 8; ++k) id[k] = first + k < top_k ? raw_pick(a, token * top_k + first + k) : -1;
+    for (int k = 0; k < kLoads; ++k) id[k] = first + k < top_k ? raw_pick(a, token * top_k + first + k) : -1;
 #pragma unroll
-    for (int k = 0; k < 8; ++k)
+    for (int k = 0; k < kLoads; ++k)
       if (is_expert(a, id[k])) mask |= 1u << owner(a, int(id[k]));
   }
   return mask;
