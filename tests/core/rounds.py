@@ -109,6 +109,7 @@ class Round:
             nodes=config.shape.nodes if self.mode in ("normal", "hybrid") else 1,
             per_expert=self.mode == "low_latency" and bool(config.shape.per_expert),
         )
+        self.world.rounds += 1
 
     def poison(self) -> None:
         """Fill everything this round handed out or took with NaN: nothing of it may show up again."""

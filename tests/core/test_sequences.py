@@ -14,6 +14,7 @@ from tests.core.pool import World, modes
 from tests.core.rounds import Round
 
 STEPS = 300
+MANY = 1000  # where ranks need not share a GPU
 
 
 def payloads(world: World) -> tuple[str, ...]:
@@ -94,6 +95,16 @@ def test_three_hundred_random_steps(
     assert all(done == found[0] for done in found)
     assert set(found[0]) == set(modes(fabric)) and sum(found[0].values()) >= steps
     assert min(found[0].values()) >= steps // 10, "every mode had its part"
+
+
+@pytest.mark.multigpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("size,gpus_per_node,rail", [(2, 2, "auto"), (2, 1, "put"), (4, 2, "auto")])
+def test_a_thousand_random_steps(ranks: Any, size: int, gpus_per_node: int, rail: str) -> None:
+    """One rank a GPU, and two a GPU."""
+    found = ranks(size, "nvshmem").run(sequence, size, MANY, timeout=280, gpus_per_node=gpus_per_node, rail=rail)
+    assert all(done == found[0] for done in found)
+    assert sum(found[0].values()) >= MANY and min(found[0].values()) >= MANY // 10
 
 
 def poisoned(world: World) -> None:

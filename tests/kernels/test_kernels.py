@@ -330,9 +330,9 @@ def test_ids_outside_the_model_fail_the_buffer_by_name(ranks: Any) -> None:
 
 
 def far_offsets(world: World) -> int:
-    tokens = 80_000
+    """As many tokens as that x, segments and rows end past 2 GiB (one rank), or the heap past 4 GiB (two)."""
+    tokens = 160_000 // world.size
     with world.make(hidden=7168, num_experts=8, top_k=2, max_tokens={"direct": tokens}, lanes=1, payloads=("bf16",)) as buffer:
-        # The last tokens lie past 2 GiB of the last segment's start.
         x = torch.randn(tokens, 7168, device=world.device, dtype=torch.bfloat16)
         ids = torch.randint(0, 8, (tokens, 2), device=world.device)
         weights = torch.full((tokens, 2), 0.5, device=world.device)
@@ -345,5 +345,6 @@ def far_offsets(world: World) -> int:
 
 
 @pytest.mark.gpu
-def test_offsets_past_2_gib(ranks: Any) -> None:
-    assert all(n > 4 << 30 for n in ranks(2, "nvshmem").run(far_offsets, timeout=120))
+@pytest.mark.parametrize("size", [1, 2])
+def test_offsets_past_2_gib(ranks: Any, size: int) -> None:
+    assert all(n > 4 << 30 for n in ranks(size, "nvshmem").run(far_offsets, timeout=120))
