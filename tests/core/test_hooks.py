@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -37,13 +38,8 @@ def two_micro_batches(world: World, mode: str, hook: bool, rounds: int) -> None:
         b.collect()
 
 
-@pytest.mark.parametrize("hook", [False, True], ids=["whole", "hooks"])
-@pytest.mark.parametrize("mode", ["normal", *HOOKED])
+@pytest.mark.parametrize("mode,hook", [("normal", False), *itertools.product(HOOKED, (False, True))])
 def test_two_alternating_micro_batches(ranks: Any, fabric: str, mode: str, hook: bool) -> None:
-    if mode not in modes(fabric):
-        pytest.skip("the fabric has no such mode yet")
-    if mode == "normal" and hook:
-        pytest.skip("normal mode has no hook; its refusal is tested below")
     size = 4 if fabric == "host" else 2
     ranks(size, fabric).run(two_micro_batches, mode, hook, 10)
 
@@ -76,8 +72,6 @@ def rules(world: World, mode: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", HOOKED)
 def test_rules_of_hooks(ranks: Any, fabric: str, mode: str) -> None:
-    if mode not in modes(fabric):
-        pytest.skip("the fabric has no such mode yet")
     for found in ranks(2, fabric).run(rules, mode):
         assert {error for error, _ in found.values()} == {"RuntimeError"}, found
         for name in ("read early", "counts early"):
@@ -112,8 +106,6 @@ def third_operation(world: World, mode: str) -> tuple[str, str]:
 def test_a_third_operation_is_refused_and_names_the_pending(
     ranks: Any, fabric: str, mode: str
 ) -> None:
-    if mode not in modes(fabric):
-        pytest.skip("the fabric has no such mode yet")
     for error, text in ranks(2, fabric).run(third_operation, mode):
         assert error == "RuntimeError"
         assert f"combine of {mode} in lane 0" in text and f"combine of {mode} in lane 1" in text
@@ -238,6 +230,4 @@ def answered_in_place(world: World, mode: str, hook: bool) -> None:
 @pytest.mark.parametrize("hook", [False, True], ids=["whole", "hooks"])
 @pytest.mark.parametrize("mode", HOOKED)
 def test_out_may_be_part_of_y(ranks: Any, fabric: str, mode: str, hook: bool) -> None:
-    if mode not in modes(fabric):
-        pytest.skip("the fabric has no such mode yet")
     ranks(2, fabric).run(answered_in_place, mode, hook)

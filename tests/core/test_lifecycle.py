@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import re
 import signal
 import time
 from pathlib import Path
@@ -91,6 +92,39 @@ def test_size_hint_is_what_is_allocated(ranks: Any, fabric: str) -> None:
     ranks(2, fabric).run(hints)
 
 
+def wide(world: World, mode: str) -> dict[int, int]:
+    """Bytes by max_tokens in the shape of DeepSeek-V3: as hinted, as asked of the allocator, and there to the last one."""
+    found = {}
+    for most in (4096, 8192):
+        arguments = {"hidden": 7168, "num_experts": 256, "top_k": 8, "lanes": 1, "max_tokens": {mode: most}}
+        arguments |= {"gpus_per_node": 1, "ring_slots": 256, "payloads": ("bf16", "fp8")}
+        with world.make(**arguments) as buffer:
+            heap = buffer._fabric._heap
+            if world.device.type == "cuda":
+                from ep_backend.fabric.nvshmem.world import fill
+
+                size = heap.size
+                for base in heap.peers:
+                    fill(base + size - 8, 0, 8)
+                world.settle()
+            else:
+                size = getattr(heap, "_heap", heap).bytes[world.rank].nbytes
+            hint = buffer.size_hint(world.size, **world.arguments(**arguments))
+            assert buffer.allocated_bytes == size == hint["total"], (buffer.allocated_bytes, size, hint)
+            found[most] = size
+    return found
+
+
+@pytest.mark.parametrize("mode", ["normal", "direct", "low_latency", "hybrid"])
+def test_memory_of_each_mode(ranks: Any, fabric: str, mode: str) -> None:
+    (found, other) = ranks(2, fabric).run(wide, mode)
+    assert found == other
+    if mode == "normal":
+        assert found[4096] == found[8192] < 32 << 20, "rings do not depend on the tokens"
+    else:
+        assert 1.9 < found[8192] / found[4096] < 2.0, "slots do, control words do not"
+
+
 def mapped_bytes(world: World) -> tuple[int, int]:
     """What the kernel says the heap takes in this process, and the hint for all ranks."""
     with world.make() as buffer:
@@ -145,17 +179,18 @@ def test_offsets_past_4_gib(ranks: Any, fabric: str) -> None:
 
 
 def too_much(world: World) -> tuple[str, str]:
-    outcome = attempt(lambda: world.make(max_tokens={"direct": 1 << 22}, hidden=65536))
+    world.buffer()
+    outcome = attempt(lambda: world.make(max_tokens={"direct": 1 << 23}, hidden=8192))
     with world.make() as buffer:
         Round(world, buffer, oracle.make_case(1, [2, 2]), "direct").run()
     return outcome.error, outcome.message
 
 
-def test_too_much_memory_names_asked_and_free(ranks: Any) -> None:
-    for error, message in ranks(2).run(too_much):
-        assert error == "EpError" and "free" in message and "size_hint" in message
-        numbers = [int(word) for word in message.split() if word.isdigit()]
-        assert any(n > 1 << 40 for n in numbers) and any(1 << 25 < n < 1 << 45 for n in numbers)
+def test_too_much_memory_names_asked_and_free(ranks: Any, fabric: str) -> None:
+    for error, message in ranks(2, fabric).run(too_much):
+        assert error == "EpError" and "free" in message and "lower max_tokens" in message.lower()
+        numbers = [int(digits) for digits in re.findall(r"\d+", message)]
+        assert any(n > 1 << 38 for n in numbers) and any(1 << 25 < n < 1 << 38 for n in numbers)
 
 
 def transports(world: World) -> str:
@@ -179,8 +214,12 @@ def resources() -> tuple[int, int]:
 
 
 def many_buffers(world: World) -> tuple[int, int]:
+    bases = set()
+
     def one(n: int) -> None:
         with world.make(max_tokens=dict.fromkeys(modes(world.fabric), 256)) as buffer:
+            if world.device.type == "cuda":
+                bases.add(buffer._fabric._heap.base)
             for mode in modes(world.fabric):
                 Round(world, buffer, oracle.make_case(n, [256, 256]), mode).run()
 
@@ -190,6 +229,7 @@ def many_buffers(world: World) -> tuple[int, int]:
     for n in range(20):
         one(n)
     after = resources()
+    assert len(bases) <= 2, "symmetric memory was not given back"
     return after[0] - before[0], after[1] - before[1]
 
 
