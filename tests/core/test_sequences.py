@@ -196,7 +196,7 @@ def one_busy_rank(world: World, rounds: int) -> None:
 
 
 def test_one_busy_rank_and_two_experts(ranks: Any, fabric: str) -> None:
-    rounds = 500 if fabric == "nvshmem" else 25
+    rounds = 250 if fabric == "nvshmem" else 25
     ranks(2, fabric).run(one_busy_rank, rounds, timeout=250)
 
 
