@@ -269,16 +269,16 @@ def test_a_capture_cannot_wait_for_counts(ranks: Any, kernels: str) -> None:
         assert outcome.kind == "error" and "host_counts=False" in outcome.message
 
 
-def stalled(world: World, absent: str) -> tuple[Outcome, float, str | None]:
-    buffer = world.make(timeout_s=1.0)
-    Round(world, buffer, oracle.make_case(0, [3] * world.size), "direct").run()
-    late = Round(world, buffer, oracle.make_case(1, [3] * world.size), "direct", lane=1)
+def stalled(world: World, mode: str, form: str, absent: str) -> tuple[Outcome, float, str | None]:
+    buffer = world.make(timeout_s=1.0, gpus_per_node=1, low_latency_form=form)
+    Round(world, buffer, oracle.make_case(0, [3] * world.size), mode).run()
+    late = Round(world, buffer, oracle.make_case(1, [3] * world.size), mode, lane=1)
     started = time.monotonic()
     if absent == "combine":
         late.dispatch()
         late.receive()
     if world.rank == 1:
-        time.sleep(4)
+        time.sleep(3)
 
     def go_on() -> None:
         if absent == "dispatch":
@@ -291,7 +291,7 @@ def stalled(world: World, absent: str) -> tuple[Outcome, float, str | None]:
     outcome = attempt(go_on)
     world.settle()
     took, why = time.monotonic() - started, buffer.failure()
-    again = attempt(lambda: Round(world, buffer, oracle.make_case(2, [1] * world.size), "direct").run())
+    again = attempt(lambda: Round(world, buffer, oracle.make_case(2, [1] * world.size), mode).run())
     assert again.error == "EpFailed", again
     destroying = time.monotonic()
     buffer.destroy()
@@ -300,13 +300,36 @@ def stalled(world: World, absent: str) -> tuple[Outcome, float, str | None]:
 
 
 @pytest.mark.parametrize("absent", ["dispatch", "combine"])
-def test_a_peer_that_does_not_come_fails_the_buffer(ranks: Any, kernels: str, absent: str) -> None:
+@pytest.mark.parametrize("mode,form", [("direct", "auto"), ("low_latency", "per_expert"), ("hybrid", "auto")])
+def test_a_peer_that_does_not_come_fails_the_buffer(ranks: Any, kernels: str, mode: str, form: str, absent: str) -> None:
     pool = ranks(2, kernels)
-    found = pool.run(stalled, absent, timeout=30)
+    found = pool.run(stalled, mode, form, absent, timeout=30)
     outcome, took, why = found[0]
-    assert took < 4 and why is not None and f"{absent}: mode=direct, lane=1, epoch=1" in why
+    assert took < 3 and why is not None and f"{absent}: mode={mode}, lane=1, epoch=1" in why
     assert "peer=1" in why and outcome.kind == "error"
     assert found[1][2] is not None and "rank 0 gave up" in found[1][2], "the late rank learns it too"
+
+
+def on_another_stream(world: World) -> bool:
+    """Whether rounds ended while the default stream was busy."""
+    with world.make(gpus_per_node=1) as buffer:
+        for mode in modes(world.fabric):
+            Round(world, buffer, oracle.make_case(0, [3] * world.size), mode).run()
+        world.settle()
+        torch.cuda._sleep(3_000_000_000)
+        busy = torch.cuda.Event()
+        busy.record()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for mode in modes(world.fabric):
+                Round(world, buffer, oracle.make_case(1, [12, 5]), mode, lane=1).run()
+        ended_before = not busy.query()
+        world.settle()
+        return ended_before
+
+
+@pytest.mark.gpu
+def test_everything_runs_on_the_current_stream(ranks: Any) -> None:
+    assert ranks(2, "nvshmem").run(on_another_stream) == [True, True]
 
 
 def disagreeing(world: World) -> str | None:
