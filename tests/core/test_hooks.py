@@ -168,8 +168,9 @@ def cached_handle(world: World, mode: str) -> list[tuple[str, str]]:
         again.ids, again.weights = first.ids, first.weights
         Round(world, buffer, again, mode, handle=done.got.handle).run()
         Round(world, buffer, oracle.make_case(seed, tokens[::-1]), mode).run()
-    both = {"topk_ids": first.ids[world.rank], "topk_weights": first.weights[world.rank]}
-    x = first.x[world.rank].bfloat16()
+    ids, weights = (t[world.rank].to(world.device) for t in (first.ids, first.weights))
+    both = {"topk_ids": ids, "topk_weights": weights}
+    x = first.x[world.rank].bfloat16().to(world.device)
     handle = done.got.handle
     other = world.buffer()
     return [
@@ -180,8 +181,8 @@ def cached_handle(world: World, mode: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("mode", ["normal", *HOOKED])
-def test_a_handle_repeats_its_routing(ranks: Any, mode: str) -> None:
-    for rank, (both, foreign, other_size) in enumerate(ranks(4).run(cached_handle, mode)):
+def test_a_handle_repeats_its_routing(ranks: Any, fabric: str, mode: str) -> None:
+    for rank, (both, foreign, other_size) in enumerate(ranks(4, fabric).run(cached_handle, mode)):
         assert both[0] == "ValueError" and "handle" in both[1]
         assert foreign[0] == "ValueError" and "another buffer" in foreign[1]
         if rank != 1:  # rank 1 has no token that it could repeat

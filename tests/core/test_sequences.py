@@ -218,4 +218,4 @@ def repeated(world: World) -> None:
 
 
 def test_deterministic_order_and_bits(ranks: Any, fabric: str) -> None:
-    ranks(4 if fabric == "host" else 2, fabric).run(repeated)
+    ranks(2 if fabric == "emulated" else 4, fabric).run(repeated)

@@ -1,6 +1,7 @@
 """Every kernel, on a few tokens, for tools under which kernels run a hundred times slower.
 
-`python -m tests.kernels.every_kernel` is one rank, told who it is by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+`python -m tests.kernels.every_kernel` is one rank, told who it is by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without a
+GPU it runs the emulated kernels.
 """
 
 from __future__ import annotations
@@ -80,8 +81,14 @@ def main() -> None:
 
     start = time.monotonic()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", rank % gpus_for(size, torch.cuda.device_count()))
-    torch.cuda.set_device(device)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", rank % gpus_for(size, torch.cuda.device_count()))
+        torch.cuda.set_device(device)
+    else:
+        from tests.kernels import emulator
+
+        emulator.install()
     dist.init_process_group("gloo")
 
     def say(text: str) -> None:
