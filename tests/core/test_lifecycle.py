@@ -101,12 +101,11 @@ def wide(world: World, mode: str) -> dict[int, int]:
         with world.make(**arguments) as buffer:
             heap = buffer._fabric._heap
             if world.device.type == "cuda":
-                from ep_backend.fabric.nvshmem.world import fill
+                from ep_backend.fabric.nvshmem.world import check, driver
 
                 size = heap.size
                 for base in heap.peers:
-                    fill(base + size - 8, 0, 8)
-                world.settle()
+                    check(driver().cuMemcpy(base + size - 8, heap.base + size - 8, 8))
             else:
                 size = getattr(heap, "_heap", heap).bytes[world.rank].nbytes
             hint = buffer.size_hint(world.size, **world.arguments(**arguments))
