@@ -234,7 +234,8 @@ class EpBuffer:
             fp8: cast bf16 rows to e4m3 on the way, with this scale format.
             handle: repeat that dispatch's routing (then topk_ids and topk_weights stay None); normal mode skips its counts.
             return_hook: return after the send phase; ``hook()`` of the result runs the receive phase.
-            async_finish: return an event instead of ordering the current stream behind the receive phase.
+            async_finish: also return an event behind the receive phase, on the stream that is current; make another one
+                current so that computation goes on beside it.
             host_counts: cut compact rows to the exact number, which the host waits for; False never waits.
             sms: most SMs the kernels use (CUDA only).
 

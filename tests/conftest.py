@@ -35,6 +35,14 @@ def kernels(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    from tests.core.pool import ROUNDS
+
+    counts = ", ".join(f"{count} on {size} {fabric}" for (fabric, size), count in sorted(ROUNDS.items()) if count)
+    if counts:
+        terminalreporter.write_line(f"rounds checked against the oracle, by ranks and fabric: {counts}")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [i for i in items if i.get_closest_marker("gpu") or i.get_closest_marker("multigpu")]
     if not marked:

@@ -62,9 +62,7 @@ def bench(
     options = {"fabric": fabric, "rounds": rounds, "profile": profile, "facts": facts}
     lines = run(ranks, options, cases, seconds, output)
     console.print(results.table([[line] for line in lines]))
-    for line in lines:
-        if "error" in line:
-            console.print(f"{line['name']}: {line['error']}", markup=False, highlight=False)
+    _print_failures(lines)
     if left := [c.name for c in cases if c.name not in {line["name"] for line in lines}]:
         console.print(f"no time was left for {', '.join(left)}")
     if plot is not None:
@@ -79,8 +77,10 @@ def several_starts(
     markdown: Annotated[Path | None, typer.Option(help="write the table there in Markdown")] = None,
 ) -> None:
     """Merge process starts into one table: the median of the medians, their range, target and verdict."""
-    groups = results.merge([json.loads(text) for file in files for text in file.read_text(encoding="utf-8").splitlines()])
+    lines = [json.loads(text) for file in files for text in file.read_text(encoding="utf-8").splitlines()]
+    groups = results.merge(lines)
     console.print(results.table(groups))
+    _print_failures(lines)
     if markdown is not None:
         markdown.write_text(results.markdown(groups), encoding="utf-8")
 
@@ -160,6 +160,12 @@ def _keep(line: dict[str, Any], lines: list[dict[str, Any]], output: Path | None
             f.write(json.dumps(line) + "\n")
     else:
         print(json.dumps(line), flush=True)
+
+
+def _print_failures(lines: list[dict[str, Any]]) -> None:
+    for line in lines:
+        if "error" in line:
+            console.print(f"{line['name']}: {line['error']}", markup=False, highlight=False)
 
 
 def _chosen(suite: str, only: str, ranks: int, sms: int | None) -> list[Case]:

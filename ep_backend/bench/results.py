@@ -15,7 +15,7 @@ from ep_backend.bench.targets import OPS, target
 Line = dict[str, Any]
 SAME = ("name", "ranks", "device", "fabric", "mode", "layout", "fp8", "graph", "sms", "input_hash")
 CEILINGS = ("ceiling_gb_s", "ingress_gb_s", "hbm_copy_gb_s", "empty_graph_us")
-COLUMNS = ("case", "ranks", "starts", "op", "target", "p50", "range", "p99", "verdict", "GB/s", "ceiling", "bytes")
+COLUMNS = ("case", "ranks", "starts", "op", "target", "p50", "range", "p99", "verdict", "GB/s", "ceiling", "remote bytes")
 
 
 def merge(lines: Iterable[Line]) -> list[list[Line]]:
@@ -52,7 +52,7 @@ def cells(groups: list[list[Line]]) -> list[tuple[str, ...]]:
             p50 = [one[op]["p50_us"] for one in group]
             rows.append(
                 (
-                    *(line["name"], str(line["ranks"]), str(len(group)), op),
+                    *(line["name"], _ranks(line), str(len(group)), op),
                     "" if limit is None else _short(limit),
                     _short(found["p50_us"]),
                     f"{_short(min(p50))} to {_short(max(p50))}" if len(group) > 1 else "",
@@ -60,10 +60,16 @@ def cells(groups: list[list[Line]]) -> list[tuple[str, ...]]:
                     "" if limit is None else _verdict(found["p50_us"], limit),
                     _short(found["remote_gb_s"]),
                     _short(line["ceiling_gb_s"]) if "ceiling_gb_s" in line else "",
-                    "as predicted" if found["bytes_as_predicted"] else "NOT as predicted",
+                    f"{found['remote_bytes']} {'as' if found['bytes_as_predicted'] else 'NOT as'} predicted",
                 )
             )
     return rows
+
+
+def _ranks(line: Line) -> str:
+    """Also as nodes x GPUs, if they act as several."""
+    nodes = line["nodes"]
+    return f"{line['ranks']} ({nodes} x {line['gpus_per_node']})" if nodes > 1 else str(line["ranks"])
 
 
 def _short(value: float) -> str:

@@ -35,8 +35,8 @@ class Case:
         return Mode(self.mode).spec.two_hops and self.nodes > 1
 
     def runs_on(self, ranks: int) -> bool:
-        """Virtual nodes prove both hops only where each has two ranks or more."""
-        return self.experts % ranks == 0 and (self.nodes == 1 or (ranks % self.nodes == 0 and ranks // self.nodes > 1))
+        """Nodes of one rank each have the rail hop alone: their relays forward to themselves."""
+        return self.experts % ranks == 0 and ranks % self.nodes == 0
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)

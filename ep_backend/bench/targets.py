@@ -30,6 +30,8 @@ def target(line: Mapping[str, Any], op: str, run: Mapping[str, Mapping[str, Any]
     limit = LIMITS.get(line["ranks"], {}).get(name)
     if limit is not None:
         return limit[OPS.index(op)]
+    if line["nodes"] > 1 and line["gpus_per_node"] == 1:  # half of two hops
+        return None
     if name in RATIOS:
         factor, base = RATIOS[name]
         return factor * run[base][op]["p50_us"] if base in run else None

@@ -177,7 +177,7 @@ def cuda_times(w: Workload, steps: Steps, count: int) -> Times:
         w.me.align()
         marks = []
         if w.case.graph:
-            torch.cuda._sleep(int(LEAD_NS * 1.9))  # type: ignore[no-untyped-call]
+            _lead()
         for _ in range(BATCH + 1):
             e = [_event() for _ in range(3)]
             e[0].record()
@@ -263,15 +263,21 @@ def _copied(ranks: int) -> dict[str, Any]:
 
 
 def _step_us(me: Rank, step: Callable[[], object] | None, count: int = 16) -> float:
-    """Median of so many steps, begun by all ranks together. Collective; None: only meet."""
-    me.align()
+    """Median of so many steps, queued while the devices of all ranks sleep. Collective; None: only meet."""
     marks = [_event() for _ in range(count + 1)]
+    me.align()
+    _lead()
     for e in marks:
         e.record()
         if step is not None:
             step()
     me.align()
     return float(statistics.median(a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(marks)))
+
+
+def _lead() -> None:
+    """The device sleeps, so that what follows is queued by the time it is due."""
+    torch.cuda._sleep(int(LEAD_NS * 1.9))  # type: ignore[no-untyped-call]
 
 
 def _event() -> Any:

@@ -1,5 +1,7 @@
 #!/bin/bash
-# Correctness and figures on a GPU host, in one command that ends within ten minutes: device.sh [pytest -k expression] [suite]
+# Correctness and figures on a GPU host, in one command that ends within ten minutes:
+#   device.sh [all | pytest -k expression | ""] [bench suite]
+# Where there are several GPUs, ranks have one each as far as they go, and the tests that need that run too.
 set -u
 export PYTHONUNBUFFERED=1 GLOO_SOCKET_IFNAME=lo TORCH_CPP_LOG_LEVEL=ERROR
 cd "$(dirname "$0")/../.."
@@ -8,7 +10,11 @@ python3 -c "
 import torch, nvshmem, cuda.core, nvshmem.core as c
 print(torch.__version__, torch.cuda.get_device_name(0), torch.cuda.device_count(), nvshmem.__version__, cuda.core.__version__, c.get_version())"
 if [ -n "${1:-}" ]; then
-  timeout ${TEST_S:-240} python3 -m pytest -q -p no:cacheprovider tests/core tests/kernels -m gpu --timeout 60 -k "$1" 2>&1 | tail -${TAIL:-40}
+  which=gpu chosen=()
+  [ "$ranks" -gt 1 ] && which="gpu or multigpu"
+  [ "$1" != all ] && chosen=(-k "$1")
+  timeout "${TEST_S:-540}" python3 -m pytest -q -p no:cacheprovider tests/core tests/kernels -m "$which" "${chosen[@]}" \
+    --timeout 60 -rs --durations 8 2>&1 | tail -"${TAIL:-60}"
 fi
 if [ -n "${2:-}" ]; then
   # --commit: a copied working tree has no git; BENCH_ARGS: further options, such as --profile

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -24,6 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 60.0
+ROUNDS: Counter[tuple[str, int]] = Counter()  # checked so far, by fabric and ranks
 
 
 @dataclass
@@ -37,6 +39,7 @@ class Outcome:
     message: str = ""
     record: dict[str, Any] | None = None  # of an EpTimeout
     detail: str = ""  # traceback
+    rounds: int = 0  # that were checked
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.kind} {self.error}: {self.message}\n{self.detail}"
@@ -68,6 +71,7 @@ class World:
     group: Any
     device: Any
     buffers: dict[str, Any] = field(default_factory=dict)
+    rounds: int = 0
 
     KEPT = 3
 
@@ -88,10 +92,31 @@ class World:
         }
 
     def make(self, **changes: Any) -> Any:
-        """A buffer of the caller's own."""
+        """A buffer of the caller's own, on memory full of NaN."""
+        import torch.distributed as dist
+
         from ep_backend.buffer import EpBuffer
 
-        return EpBuffer(self.group, **self.arguments(**changes))
+        buffer = EpBuffer(self.group, **self.arguments(**changes))
+        self._poison(buffer)
+        dist.barrier(self.group)
+        return buffer
+
+    def _poison(self, buffer: Any) -> None:
+        """All of this rank's heap but the signal words."""
+        from ep_backend import layout
+
+        shape, heap = buffer.config.shape, buffer._fabric._heap
+        lane = layout.lane(shape)
+        for n in range(buffer.config.lanes):
+            start, count = layout.lane_offset(shape, n) + lane.dispatch, lane.bytes - lane.dispatch
+            if self.device.type == "cuda":
+                from ep_backend.fabric.nvshmem import world
+
+                world.fill(heap.base + start, 0xFF, count)
+            elif count < 1 << 28:  # a large one is there for its offsets, and would take the machine's memory
+                getattr(heap, "_heap", heap).bytes[buffer.rank][start : start + count] = 0xFF
+        self.settle()
 
     def settle(self) -> None:
         """Wait for the device."""
@@ -136,7 +161,10 @@ def _serve(conn: Connection, rank: int, size: int, fabric: str, log: str) -> Non
             except EOFError:  # the test run is over
                 os._exit(0)
             fn = functools.partial(getattr(_module(path), name), world, *args, **kwargs)
-            conn.send_bytes(pickle.dumps(attempt(fn, rank)))
+            before = world.rounds
+            outcome = attempt(fn, rank)
+            outcome.rounds = world.rounds - before
+            conn.send_bytes(pickle.dumps(outcome))
 
 
 def _join(conn: Connection, rank: int, size: int, fabric: str) -> World:
@@ -146,7 +174,7 @@ def _join(conn: Connection, rank: int, size: int, fabric: str) -> World:
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if fabric == "nvshmem":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
+        device = torch.device("cuda", rank % gpus_for(size, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     if fabric == "emulated":
         from tests.kernels import emulator
@@ -161,6 +189,11 @@ def _join(conn: Connection, rank: int, size: int, fabric: str) -> World:
         store = dist.TCPStore("127.0.0.1", port, size, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     return World(rank, size, fabric, dist.group.WORLD, device)
+
+
+def gpus_for(size: int, found: int) -> int:
+    """As many GPUs as can have equally many ranks: one each, where there are enough."""
+    return max(n for n in range(1, min(size, found) + 1) if size % n == 0)
 
 
 class Pool:
@@ -213,6 +246,7 @@ class Pool:
             if rank not in found:
                 found[rank] = Outcome(rank, "hung", detail=self._stacks(rank))
         outcomes = [found[r] for r in range(self.size)]
+        ROUNDS[self.fabric, self.size] += max(o.rounds for o in outcomes)
         if any(o.kind != "ok" for o in outcomes):
             self.close()
         return outcomes

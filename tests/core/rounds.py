@@ -29,11 +29,13 @@ class Round:
         ids_dtype: torch.dtype = torch.int64,
         handle: Any = None,
         host_counts: bool = True,
+        sms: int | None = None,
     ) -> None:
         self.world, self.buffer, self.case, self.mode = world, buffer, case, mode
         self.layout = layout or LAYOUTS[mode]
         self.payload, self.lane, self.split = payload, lane, hook
         self.ids_dtype, self.handle, self.host_counts = ids_dtype, handle, host_counts
+        self.sms = sms
         self.x: Any = None
         self.got: Any = None
         self.y: torch.Tensor | None = None
@@ -72,6 +74,7 @@ class Round:
             lane=self.lane,
             return_hook=self.split,
             host_counts=self.host_counts,
+            sms=self.sms,
             **more,
         )
 
@@ -109,6 +112,7 @@ class Round:
             nodes=config.shape.nodes if self.mode in ("normal", "hybrid") else 1,
             per_expert=self.mode == "low_latency" and bool(config.shape.per_expert),
         )
+        self.world.rounds += 1
 
     def poison(self) -> None:
         """Fill everything this round handed out or took with NaN: nothing of it may show up again."""

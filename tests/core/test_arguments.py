@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.core import oracle
-from tests.core.pool import Outcome, World, attempt, modes
+from tests.core.pool import Outcome, World, attempt
 from tests.core.rounds import Round
 
 T, K, H, E = 5, 4, 256, 24
@@ -335,8 +335,6 @@ def wrong_answers(world: World, mode: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("mode", ["direct", "low_latency", "normal", "hybrid"])
 def test_wrong_rows_for_combine(ranks: Any, fabric: str, mode: str) -> None:
-    if mode not in modes(fabric):
-        pytest.skip("the fabric has no such mode yet")
     for dtype, shape, place, out_type, out_shape, both in ranks(2, fabric).run(wrong_answers, mode):
         assert dtype[0] == "TypeError" and "float32" in dtype[1] and "bfloat16" in dtype[1]
         assert shape[0] == "ValueError" and "y has shape" in shape[1]

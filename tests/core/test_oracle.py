@@ -11,7 +11,7 @@ import torch
 from ep_backend import routing
 from ep_backend.fabric.host.faults import Faults
 from tests.core import oracle
-from tests.core.pool import World, attempt
+from tests.core.pool import World, attempt, gpus_for
 from tests.core.rounds import Round
 
 
@@ -118,3 +118,8 @@ def test_an_unknown_routing_names_the_choices() -> None:
         routing.make_routing(
             "skew", np.random.default_rng(0), tokens=1, experts=2, top_k=1, ranks=1
         )
+
+
+@pytest.mark.parametrize(("size", "found", "used"), [(2, 1, 1), (2, 2, 2), (4, 2, 2), (3, 2, 1), (3, 4, 3), (6, 4, 3)])
+def test_ranks_share_gpus_evenly(size: int, found: int, used: int) -> None:
+    assert gpus_for(size, found) == used

@@ -35,8 +35,8 @@ def every_routing(world: World, mode: str, gpus_per_node: int) -> int:
     done = 0
     for turn, kind in enumerate(KINDS):
         for layout in ("compact", "masked"):
-            # Many processes on few cores are slow: there every other payload, in turn.
-            step = 1 if world.size <= 4 else 2
+            # Many processes on few cores, or on one GPU, are slow: there some of the payloads, in turn.
+            step = 1 if world.size <= 4 else 4 if world.device.type == "cuda" else 2
             for payload in payloads(world)[turn % step :: step]:
                 case = oracle.make_case(done, uneven(world.size, turn), kind=kind)
                 Round(
@@ -51,13 +51,12 @@ def every_routing(world: World, mode: str, gpus_per_node: int) -> int:
 def test_every_layout_payload_and_routing(
     ranks: Any, fabric: str, mode: str, size: int, gpus: int
 ) -> None:
-    if mode not in modes(fabric):
-        pytest.skip("the nvshmem fabric has no such mode yet")
-    if fabric == "nvshmem" and size not in (1, 2, 4, 8):
-        pytest.skip("a GPU is shared by 1, 2, 4 or 8 processes")
+    if fabric == "nvshmem" and (size, gpus) in ((6, 6), (6, 2)):
+        pytest.skip("six ranks run as 2 x 3, and in random steps; the time of a GPU is dear")
     done = ranks(size, fabric).run(every_routing, mode, gpus, timeout=200)
     each = len(KINDS) * 2 * (6 if fabric == "host" else 5)
-    assert len(set(done)) == 1 and done[0] >= (each if size <= 4 else each // 2)
+    least = each if size <= 4 else 2 * len(KINDS) if fabric == "nvshmem" else each // 2
+    assert len(set(done)) == 1 and done[0] >= least
 
 
 def some_top_k(world: World, mode: str, top_k: int) -> None:
@@ -79,13 +78,16 @@ def test_top_k(ranks: Any, mode: str, top_k: int) -> None:
 
 
 def some_hidden(world: World, hidden: int) -> None:
-    with world.make(hidden=hidden, payloads=("bf16",)) as buffer:
-        for mode in modes(world.fabric):
+    """In bf16, and where the size has an FP8 form in all of them, turn by turn."""
+    forms = ["bf16"] if hidden % 128 else ["fp8_cast", "fp8_ue8m0", "fp8", "fp8_ue8m0_cast"]
+    with world.make(hidden=hidden, gpus_per_node=1) as buffer:
+        for n, mode in enumerate(modes(world.fabric)):
             case = oracle.make_case(hidden, [3, 12], hidden=hidden)
             Round(world, buffer, case, mode).run()
+            Round(world, buffer, case, mode, payload=forms[(n + hidden // 128) % len(forms)]).run()
 
 
-HIDDEN = [8, 64, 512, 1000, 1024, 1536, 2048, 2880, 3072, 3584, 4096, 5120, 6144, 7168, 8192]
+HIDDEN = [8, 64, 512, 640, 1000, 1024, 1152, 1536, 2048, 2880, 3072, 3584, 4096, 5120, 6144, 7168, 8192]
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)

@@ -7,16 +7,18 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from ep_backend import layout
 from ep_backend.layout import Payload
+from ep_backend.plan.copies import crossing, group_limited, pick
 from tests.core import oracle
 from tests.core.pool import World, modes
 from tests.core.rounds import Round
 
-TOPOLOGIES = [(1, 1), (4, 4), (4, 2), (6, 2), (8, 4), (3, 1)]
+TOPOLOGIES = [(1, 1), (4, 4), (4, 2), (6, 2), (8, 4), (8, 2), (3, 1)]
 
 
 class Written:
@@ -99,8 +101,6 @@ def cases(size: int) -> dict[str, oracle.Case]:
 def test_copies_equal_the_analytic_numbers(
     ranks: Any, fabric: str, size: int, gpus: int, form: str
 ) -> None:
-    if fabric == "nvshmem" and size not in (1, 4, 8):
-        pytest.skip("a GPU is shared by 1, 2, 4 or 8 processes")
     payload, wire = ("bf16", Payload.BF16) if form == "per_rank" else ("fp8", Payload.FP8)
     record = layout.record(wire, 256, 4).bytes
     everyone = ranks(size, fabric).run(counted, gpus, form, payload)
@@ -124,6 +124,41 @@ def test_copies_equal_the_analytic_numbers(
                 assert s["combine_bytes"][path] == 2 * back[rank][path] * 256 * 2, where
             crossed += s["records"]["scale_out"]
     assert bool(crossed) == (size > gpus), "several nodes mean records between them"
+
+
+def limited(world: World, gpus: int, top_groups: int) -> dict[str, tuple[int, int]]:
+    """By mode of two hops: records of one round that went out to other nodes, and the distinct remote nodes of this rank's
+    tokens. A group of experts is a node's."""
+    nodes, experts, tokens = world.size // gpus, 8 * world.size, 48
+    case = oracle.make_case(1, [tokens] * world.size, experts=experts, hidden=128)
+    for rank in range(world.size):
+        scores = np.random.default_rng(rank).random((tokens, experts))
+        case.ids[rank] = torch.from_numpy(pick(scores, 4, nodes, top_groups).astype(np.int64))
+    found = {}
+    tokens_of = dict.fromkeys(("normal", "hybrid"), tokens)
+    with world.make(gpus_per_node=gpus, num_experts=experts, hidden=128, max_tokens=tokens_of) as buffer:
+        for mode in tokens_of:
+            Round(world, buffer, case, mode).run()
+        each = crossing(case.ids[world.rank].numpy(), experts, world.size, nodes, world.rank // gpus).per_node
+        for mode, s in buffer.stats()["modes"].items():
+            # What this rank relays stays in its node.
+            found[mode] = s["records"]["scale_out"], round(each * tokens)
+    return found
+
+
+@pytest.mark.parametrize("size,gpus", [(4, 2), (8, 2)], ids=["2x2", "4x2"])
+def test_node_limited_routing_crosses_the_rail_as_the_model_says(ranks: Any, fabric: str, size: int, gpus: int) -> None:
+    """Each token crosses once for each of its remote nodes; with fewer nodes a token, fewer do."""
+    nodes, totals = size // gpus, {}
+    for top_groups in (nodes, nodes // 2):
+        each = ranks(size, fabric).run(limited, gpus, top_groups)
+        for mode in ("normal", "hybrid"):
+            assert all(found[mode][0] == found[mode][1] for found in each), (mode, top_groups, each)
+        totals[top_groups] = sum(found["hybrid"][0] for found in each)
+        assert totals[top_groups] == sum(found["normal"][0] for found in each)
+        model = group_limited(8 * size, 4, size, nodes, nodes, top_groups).nodes * (1 - 1 / nodes) * 48 * size
+        assert abs(totals[top_groups] / model - 1) < 0.1, (totals, model)
+    assert totals[nodes // 2] < 0.8 * totals[nodes]
 
 
 def test_copies_a_token_of_the_known_decode_shape() -> None:

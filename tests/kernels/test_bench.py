@@ -158,10 +158,11 @@ def line(name: str, dispatch: float, combine: float, **changes: Any) -> dict[str
     """As of one start on four H200."""
     case = next(c for c in SUITES["all"] if c.name == name).as_dict()
     figures = {"p90_us": 1.0, "p99_us": 99.0, "max_us": 1.0, "remote_gb_s": 300.0, "logical_gb_s": 1.0}
-    figures |= {"bytes_as_predicted": True, "busiest_port_bytes": 30_000_000}
+    figures |= {"bytes_as_predicted": True, "busiest_port_bytes": 30_000_000, "remote_bytes": 20_000_000}
     ops = {op: {**figures, "p50_us": us} for op, us in (("dispatch", dispatch), ("combine", combine))}
     facts = {"ranks": 4, "device": "NVIDIA H200", "ceiling_gb_s": 360.0, "ingress_gb_s": 300.0}
-    return {**case, **facts, **ops, **changes}
+    merged = {**case, **facts, **ops, **changes}
+    return {**merged, "gpus_per_node": merged["ranks"] // merged["nodes"]}
 
 
 def test_starts_are_merged_and_judged(tmp_path: Path) -> None:
@@ -180,8 +181,18 @@ def test_starts_are_merged_and_judged(tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     file.write_text("".join(json.dumps(one) + "\n" for one in lines))
     page = tmp_path / "page.md"
-    assert CliRunner().invoke(cli.app, ["table", str(file), "--markdown", str(page)]).exit_code == 0
-    assert "| decode-1 | 4 | 3 | dispatch | 9 | 9 | 8 to 10 | 99 | met | 300 | 360 | as predicted |" in page.read_text()
+    done = CliRunner().invoke(cli.app, ["table", str(file), "--markdown", str(page)])
+    assert done.exit_code == 0 and "decode-8: rank 1: no" in done.output
+    row = "| decode-1 | 4 | 3 | dispatch | 9 | 9 | 8 to 10 | 99 | met | 300 | 360 | 20000000 as predicted |"
+    assert row in page.read_text()
+    both = [line("decode-128", 20.0, 20.0), line("hybrid-decode-128", 30.0, 40.0)]
+    assert [row[1:9] for row in results.cells([[one] for one in both])[2:]] == [
+        ("4 (2 x 2)", "1", "dispatch", "32", "30", "", "99", "met"),
+        ("4 (2 x 2)", "1", "combine", "32", "40", "", "99", "missed, 1.25 x"),
+    ]
+    halves = [[{**one, "ranks": 2, "gpus_per_node": 2 // one["nodes"]}] for one in both]
+    for row in results.cells(halves)[2:]:
+        assert row[1] == "2 (2 x 1)" and row[4] == row[8] == "", "nodes of one rank have only one of the two hops"
     other = line("prefill-4096", 1.0, 1.0, device="cpu")
     assert results.cells([[other]])[0][4] == "", "a target holds on its hardware only"
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from ep_backend.routing import KINDS
+from ep_backend.watchdog import EXIT_CODE, Watchdog
 from tests.core import oracle
-from tests.core.pool import Outcome, World, attempt
+from tests.core.pool import Outcome, World, attempt, modes
 from tests.core.rounds import Round
+from tests.kernels.graphs import graph
 
 PAYLOADS = ("bf16", "fp8", "fp8_cast", "fp8_ue8m0_cast")
 
@@ -59,36 +62,61 @@ def test_batch_sizes(ranks: Any, kernels: str, tokens: int) -> None:
     ranks(2, kernels).run(many_tokens, tokens)
 
 
-def some_top_k(world: World, top_k: int) -> None:
-    with world.make(top_k=top_k, num_experts=48, hidden=128) as buffer:
-        for seed, kind in enumerate(("uniform", "duplicates", "holes")):
-            for mode in ("direct", "low_latency"):
-                case = oracle.make_case(seed, [12, 5], kind=kind, experts=48, top_k=top_k, hidden=128)
-                Round(world, buffer, case, mode).run()
+def every_top_k(world: World) -> None:
+    kinds = ("uniform", "duplicates", "holes")
+    for top_k in range(1, 33):
+        with world.make(top_k=top_k, num_experts=48, hidden=128, gpus_per_node=1) as buffer:
+            for n, mode in enumerate(modes(world.fabric)):
+                case = oracle.make_case(n, [12, 5], kind=kinds[(n + top_k) % 3], experts=48, top_k=top_k, hidden=128)
+                Round(world, buffer, case, mode, layout=("compact", "masked")[(n + top_k) % 2]).run()
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 6, 8, 9, 11, 12, 16, 32])
-def test_top_k(ranks: Any, kernels: str, top_k: int) -> None:
-    ranks(2, kernels).run(some_top_k, top_k)
+def test_every_top_k(ranks: Any, kernels: str) -> None:
+    ranks(2, kernels).run(every_top_k)
 
 
-def budgets(world: World) -> None:
-    with world.make(hidden=512, max_tokens={"direct": 700}, lanes=1) as buffer:
-        for tokens in (40, 700):
+FORMS = [(mode, layout) for mode in ("direct", "low_latency", "hybrid") for layout in ("compact", "masked")]
+
+
+def budgets(world: World, form: str) -> None:
+    """Small batches and large ones."""
+    options: dict[str, Any] = {"hidden": 512, "lanes": 1, "gpus_per_node": 1, "low_latency_form": form}
+    every, some = ((1, 2, 7, 24, 64, 132, 1000), (1, 2, 1000))
+    with world.make(**options, max_tokens=dict.fromkeys(("direct", "low_latency", "hybrid"), 700)) as buffer:
+        for tokens, (mode, layout) in itertools.product((40, 700), FORMS):
+            if mode == "low_latency" and layout == "compact" and form == "per_expert":
+                continue
             case = oracle.make_case(tokens, [tokens] * world.size, hidden=512)
+            x = case.x[world.rank].bfloat16().to(world.device)
+            ids, weights = (t[world.rank].to(world.device) for t in (case.ids, case.weights))
             want = None
-            for sms in (1, 2, 7, 24, 64, 132, 1000):
-                x = case.x[world.rank].bfloat16().to(world.device)
-                ids, weights = (t[world.rank].to(world.device) for t in (case.ids, case.weights))
-                got = buffer.dispatch(x, ids, weights, mode="direct", sms=sms)
-                out = buffer.combine(got.rows, got.handle)
-                rows = got.rows.float().cpu()
-                assert want is None or (torch.equal(want[0], rows) and torch.equal(want[1], out.cpu())), sms
-                want = rows, out.cpu()
+            for sms in (every if world.device.type == "cuda" else some) + (1 + 4 * world.rank,):
+                got = buffer.dispatch(x, ids, weights, mode=mode, layout=layout, sms=sms)
+                out = buffer.combine(got.rows, got.handle).cpu()
+                assert want is None or torch.equal(want[1], out), (mode, layout, sms)
+                if layout == "compact":
+                    rows = got.rows.float().cpu()
+                    assert want is None or torch.equal(want[0], rows), (mode, sms)
+                    want = rows, out
+                else:
+                    want = None, out
 
 
-def test_any_sm_budget_gives_the_same_bits(ranks: Any, kernels: str) -> None:
-    ranks(2, kernels).run(budgets)
+@pytest.mark.parametrize("form", ["auto", "per_expert"])
+def test_any_sm_budget_of_any_rank_gives_the_same_bits(ranks: Any, kernels: str, form: str) -> None:
+    ranks(2, kernels).run(budgets, form)
+
+
+def every_budget(world: World) -> None:
+    with world.make(max_tokens=dict.fromkeys(("direct", "normal"), 12)) as buffer:
+        case = oracle.make_case(3, [12, 7])
+        for sms in range(1, buffer._fabric._gpu.multiprocessors + 1):
+            for mode in ("direct", "normal"):
+                Round(world, buffer, case, mode, sms=sms).run()
+
+
+def test_every_sm_budget(ranks: Any, kernels: str) -> None:
+    ranks(2, kernels).run(every_budget)
 
 
 def by_puts(world: World, gpus: int) -> int:
@@ -138,13 +166,17 @@ class Captured:
         self.ids = torch.full((tokens, top_k), -1, dtype=torch.int64, device=device)
         self.weights = torch.zeros(tokens, top_k, device=device)
         world.settle()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with graph(world) as self.graph:
             self.got = buffer.dispatch(self.x, self.ids, self.weights, mode=mode, lane=lane, host_counts=False)
-            rows = self.got.rows
+            self.y = self.got.rows
             if mode == "direct":
-                rows = rows * self.got.topk_weights.sum(1, keepdim=True).to(rows.dtype)
-            self.out = buffer.combine(rows, self.got.handle)
+                self.y = torch.empty_like(self.got.rows)
+                self.graph.call(self.weigh)
+            self.out = buffer.combine(self.y, self.got.handle)
+
+    def weigh(self) -> None:
+        """What a caller's experts do with compact rows."""
+        torch.mul(self.got.rows, self.got.topk_weights.sum(1, keepdim=True).to(self.y.dtype), out=self.y)
 
     def replay(self, seed: int, tokens: list[int]) -> None:
         """Experts are the identity, so that the result is x times the sum of weights of valid picks."""
@@ -175,9 +207,9 @@ def replays(world: World, count: int) -> int:
             Captured(world, buffer, "direct", 12, 1),
         ]
         for n in range(count):
-            graph = graphs[n % len(graphs)]
-            most = len(graph.x)
-            graph.replay(n, [(n + r) % (most + 1) for r in range(world.size)])
+            one = graphs[n % len(graphs)]
+            most = len(one.x)
+            one.replay(n, [(n + r) % (most + 1) for r in range(world.size)])
             if n % 10 == 0:
                 Round(world, buffer, oracle.make_case(n, [2] * world.size), "direct").run()
         assert buffer.failure() is None
@@ -186,10 +218,36 @@ def replays(world: World, count: int) -> int:
     return count
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("size,count", [(2, 240), (4, 60)])
-def test_graphs_replay_with_new_routing_between_eager_rounds(ranks: Any, size: int, count: int) -> None:
-    assert ranks(size, "nvshmem").run(replays, count, timeout=200) == [count] * size
+def test_graphs_replay_with_new_routing_between_eager_rounds(ranks: Any, kernels: str, size: int, count: int) -> None:
+    assert ranks(size, kernels).run(replays, count, timeout=200) == [count] * size
+
+
+def stalled_replay(world: World) -> tuple[list[int], float, str | None]:
+    """Rank 1 comes to the second replay when rank 0 has given up. Nothing that they call says so."""
+    buffer = world.make(timeout_s=1.0)
+    one = Captured(world, buffer, "low_latency", 8, 1)
+    one.replay(0, [3, 5])
+    ended: list[int] = []
+    dog = Watchdog(buffer.failure, poll_s=0.05, end=ended.append)
+    dog.start()
+    started = time.monotonic()
+    if world.rank == 1:
+        time.sleep(4)
+    one.graph.replay()
+    dog.join(20)
+    took, why = time.monotonic() - started, buffer.failure()
+    world.settle()
+    assert one.out.isnan().all(), "what a failed buffer leaves is no result"
+    buffer.destroy()
+    return ended, took, why
+
+
+def test_the_watchdog_notices_a_failure_under_replay(ranks: Any, kernels: str) -> None:
+    (ended, took, why), (late, _, told) = ranks(2, kernels).run(stalled_replay)
+    assert ended == late == [EXIT_CODE] and took < 4
+    assert why is not None and "dispatch: mode=low_latency, lane=1, epoch=2" in why and "peer=1" in why
+    assert told is not None and "rank 0 gave up" in told
 
 
 def capture_with_host_counts(world: World) -> Outcome:
@@ -200,28 +258,27 @@ def capture_with_host_counts(world: World) -> Outcome:
         world.settle()
 
         def capture() -> None:
-            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            with graph(world):
                 buffer.dispatch(x, ids, weights, mode="direct")
 
         return attempt(capture)
 
 
-@pytest.mark.gpu
-def test_a_capture_cannot_wait_for_counts(ranks: Any) -> None:
-    for outcome in ranks(2, "nvshmem").run(capture_with_host_counts):
+def test_a_capture_cannot_wait_for_counts(ranks: Any, kernels: str) -> None:
+    for outcome in ranks(2, kernels).run(capture_with_host_counts):
         assert outcome.kind == "error" and "host_counts=False" in outcome.message
 
 
-def stalled(world: World, absent: str) -> tuple[Outcome, float, str | None]:
-    buffer = world.make(timeout_s=1.0)
-    Round(world, buffer, oracle.make_case(0, [3] * world.size), "direct").run()
-    late = Round(world, buffer, oracle.make_case(1, [3] * world.size), "direct", lane=1)
+def stalled(world: World, mode: str, form: str, absent: str) -> tuple[Outcome, float, str | None]:
+    buffer = world.make(timeout_s=1.0, gpus_per_node=1, low_latency_form=form)
+    Round(world, buffer, oracle.make_case(0, [3] * world.size), mode).run()
+    late = Round(world, buffer, oracle.make_case(1, [3] * world.size), mode, lane=1)
     started = time.monotonic()
     if absent == "combine":
         late.dispatch()
         late.receive()
     if world.rank == 1:
-        time.sleep(4)
+        time.sleep(3)
 
     def go_on() -> None:
         if absent == "dispatch":
@@ -234,7 +291,7 @@ def stalled(world: World, absent: str) -> tuple[Outcome, float, str | None]:
     outcome = attempt(go_on)
     world.settle()
     took, why = time.monotonic() - started, buffer.failure()
-    again = attempt(lambda: Round(world, buffer, oracle.make_case(2, [1] * world.size), "direct").run())
+    again = attempt(lambda: Round(world, buffer, oracle.make_case(2, [1] * world.size), mode).run())
     assert again.error == "EpFailed", again
     destroying = time.monotonic()
     buffer.destroy()
@@ -243,13 +300,36 @@ def stalled(world: World, absent: str) -> tuple[Outcome, float, str | None]:
 
 
 @pytest.mark.parametrize("absent", ["dispatch", "combine"])
-def test_a_peer_that_does_not_come_fails_the_buffer(ranks: Any, kernels: str, absent: str) -> None:
+@pytest.mark.parametrize("mode,form", [("direct", "auto"), ("low_latency", "per_expert"), ("hybrid", "auto")])
+def test_a_peer_that_does_not_come_fails_the_buffer(ranks: Any, kernels: str, mode: str, form: str, absent: str) -> None:
     pool = ranks(2, kernels)
-    found = pool.run(stalled, absent, timeout=30)
+    found = pool.run(stalled, mode, form, absent, timeout=30)
     outcome, took, why = found[0]
-    assert took < 4 and why is not None and f"{absent}: mode=direct, lane=1, epoch=1" in why
+    assert took < 3 and why is not None and f"{absent}: mode={mode}, lane=1, epoch=1" in why
     assert "peer=1" in why and outcome.kind == "error"
     assert found[1][2] is not None and "rank 0 gave up" in found[1][2], "the late rank learns it too"
+
+
+def on_another_stream(world: World) -> bool:
+    """Whether rounds ended while the default stream was busy."""
+    with world.make(gpus_per_node=1) as buffer:
+        for mode in modes(world.fabric):
+            Round(world, buffer, oracle.make_case(0, [3] * world.size), mode).run()
+        world.settle()
+        torch.cuda._sleep(3_000_000_000)
+        busy = torch.cuda.Event()
+        busy.record()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for mode in modes(world.fabric):
+                Round(world, buffer, oracle.make_case(1, [12, 5]), mode, lane=1).run()
+        ended_before = not busy.query()
+        world.settle()
+        return ended_before
+
+
+@pytest.mark.gpu
+def test_everything_runs_on_the_current_stream(ranks: Any) -> None:
+    assert ranks(2, "nvshmem").run(on_another_stream) == [True, True]
 
 
 def disagreeing(world: World) -> str | None:
@@ -330,9 +410,9 @@ def test_ids_outside_the_model_fail_the_buffer_by_name(ranks: Any) -> None:
 
 
 def far_offsets(world: World) -> int:
-    tokens = 80_000
+    """As many tokens as that x, segments and rows end past 2 GiB (one rank), or the heap past 4 GiB (two)."""
+    tokens = 160_000 // world.size
     with world.make(hidden=7168, num_experts=8, top_k=2, max_tokens={"direct": tokens}, lanes=1, payloads=("bf16",)) as buffer:
-        # The last tokens lie past 2 GiB of the last segment's start.
         x = torch.randn(tokens, 7168, device=world.device, dtype=torch.bfloat16)
         ids = torch.randint(0, 8, (tokens, 2), device=world.device)
         weights = torch.full((tokens, 2), 0.5, device=world.device)
@@ -345,5 +425,6 @@ def far_offsets(world: World) -> int:
 
 
 @pytest.mark.gpu
-def test_offsets_past_2_gib(ranks: Any) -> None:
-    assert all(n > 4 << 30 for n in ranks(2, "nvshmem").run(far_offsets, timeout=120))
+@pytest.mark.parametrize("size", [1, 2])
+def test_offsets_past_2_gib(ranks: Any, size: int) -> None:
+    assert all(n > 4 << 30 for n in ranks(size, "nvshmem").run(far_offsets, timeout=120))

@@ -62,6 +62,29 @@ def compile_all() -> None:
         list(pool.map(compiled, [*IMAGE_KERNELS, *(f"{image}_put" for image in PUT_IMAGES)]))
 
 
+class Graph:
+    """Stands in for a captured CUDA graph."""
+
+    recording: ClassVar[list[Callable[[], object]] | None] = None
+
+    def __init__(self) -> None:
+        self._steps: list[Callable[[], object]] = []
+
+    def __enter__(self) -> Graph:
+        Graph.recording = self._steps
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        Graph.recording = None
+
+    def call(self, fn: Callable[[], object]) -> None:
+        self._steps.append(fn)
+
+    def replay(self) -> None:
+        for step in self._steps:
+            step()
+
+
 class Kernel:
     """Stands in for launch.Kernel."""
 
@@ -76,13 +99,19 @@ class Kernel:
 
     def launch(self, how: Launch, args: Args, stream: int) -> None:
         assert len(args.buffer) == ARGS_BYTES
+        if Graph.recording is None:
+            self._run(how, args.buffer, stream)
+        else:
+            Graph.recording.append(functools.partial(self._run, how, ctypes.create_string_buffer(args.buffer.raw), stream))
+
+    def _run(self, how: Launch, args: ctypes.Array[ctypes.c_char], stream: int) -> None:
         Kernel.launches += 1
         waits = self.name in WAITING or (self.name == "ep_combine" and how.roles.receivers > 0)
         rest = how.blocks, 32 * how.warps, self._seed + Kernel.launches, stream, int(not waits and Kernel.launches % 2)
         if stream == 0:
-            self._launch(self._entry, args.buffer, *rest)
+            self._launch(self._entry, args, *rest)
         else:  # the caller goes on and packs other arguments
-            Side.all[stream].give(self._launch, self._entry, ctypes.create_string_buffer(args.buffer.raw), *rest)
+            Side.all[stream].give(self._launch, self._entry, ctypes.create_string_buffer(args.raw), *rest)
 
 
 class Side:
@@ -102,6 +131,12 @@ class Side:
     def fork(self) -> None: ...  # the current stream is never behind
 
     def join(self) -> None:
+        if Graph.recording is None:
+            self._wait()
+        else:
+            Graph.recording.append(self._wait)
+
+    def _wait(self) -> None:
         for done in self._given:
             done.result()
         self._given.clear()
@@ -166,7 +201,7 @@ class EmulatedGpu:
         return Side()
 
     def capturing(self) -> bool:
-        return False
+        return Graph.recording is not None
 
     def finish_stream(self) -> None: ...
 
