@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from ep_backend.checkpoint import MODELS, SHAPES, VOCAB, Shape, write_checkpoint, write_shape
+from ep_backend.checkpoint import MODELS, SHAPES, VOCAB, Model, Shape, write_checkpoint, write_shape
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -39,6 +39,30 @@ def test_transformers_loads_every_tensor(checkpoint: Path) -> None:
     assert (config["kv_lora_rank"], config["qk_rope_head_dim"], config["topk_method"]) == (512, 64, "noaux_tc")
     assert sum(file.stat().st_size for file in checkpoint.iterdir()) < 12e6
     assert model.config.vocab_size == VOCAB
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "qwen3-moe"])
+def test_routing_is_clear_and_reaches_every_expert(model: Model, tmp_path: Path) -> None:
+    """Scores that are all but equal would let rounding choose the experts."""
+    from safetensors.torch import load_file
+
+    write_checkpoint(tmp_path, model=model)
+    tensors = {name: tensor.float() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    config, embeddings = MODELS[model][0], tensors["model.embed_tokens.weight"]
+    gates = {name: gate for name, gate in tensors.items() if name.endswith("mlp.gate.weight")}
+    assert len(gates) == config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
+    for gate in gates.values():
+        scores = embeddings @ gate.T
+        picked = scores > 0
+        assert (picked.sum(1) == config["num_experts_per_tok"]).all() and scores.abs().min() > 0.9
+        in_groups = picked.unflatten(1, (config.get("n_group", 1), -1)).any(2)
+        assert (in_groups.sum(1) == config.get("topk_group", 1)).all()
+        rows = picked.sum(0)
+        assert rows.min() > 0.6 * rows.float().mean() and rows.max() < 1.4 * rows.float().mean()
+    every = sum(gates.values()).any(0)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            assert not tensor[every].any() and tensor[~every].all(), name
 
 
 def test_any_text_survives_the_tokenizer(checkpoint: Path) -> None:

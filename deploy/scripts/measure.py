@@ -64,7 +64,7 @@ LEAN_PROFILE = {
     "ignore_frontend": True,
 }
 QUALIFIED = 0.9  # least share of positions whose reference is sure of its token
-MARGIN = 4.0  # sure: the two best are further apart than so many times the noise
+MARGIN = 4.0  # sure: the two best are further apart than so many times the noise; so much may log-probabilities differ
 SHORT, LONG = 32, 160  # tokens of an answer; the difference of both is steps alone
 START_S = 400.0
 OURS = re.compile("|".join(f"^ep_{name}$" for names in IMAGE_KERNELS.values() for name in names))
@@ -110,7 +110,7 @@ def equality(
     tokens: Annotated[int, typer.Option(help="of each answer", min=1)] = 64,
     seconds: Seconds = 540,
 ) -> None:
-    """Fails if a token differs where the reference is sure of it."""
+    """Fails if a token differs where the reference is sure of it, or a log-probability by more than its noise explains."""
     _give_up_after(seconds)
     folder = _folder(out)
     path = model or folder / "checkpoint"
@@ -324,7 +324,9 @@ def judge(first: list[Answer], again: list[Answer], found: list[Answer]) -> dict
     """Compares answers with a reference, each as far as its context is the same.
 
     Noise is what batching changes in the reference: the largest difference between its answers at once and one by one. A
-    position qualifies where its margin exceeds MARGIN times that; there, tokens must be equal.
+    position qualifies where its margin exceeds MARGIN times that; there, tokens must be equal. What is lost or goes astray
+    shows first in the log-probabilities, of tokens that both chose after the same text: they may differ by MARGIN times the
+    noise at most.
     """
     noise = max((abs(a - b) for a, b in _same_context(first, again)), default=0.0)
     margins = [margin for answer in first for margin in answer.margins]
@@ -340,10 +342,11 @@ def judge(first: list[Answer], again: list[Answer], found: list[Answer]) -> dict
         else:
             unsure += 1
     share = sum(sure) / len(sure)
+    difference = max((abs(a - b) for a, b in _same_context(first, found)), default=0.0)
+    equal = not wrong and share >= QUALIFIED and difference <= MARGIN * noise
     return {
-        **{"equal": not wrong and share >= QUALIFIED, "wrong": wrong, "parted_where_unsure": unsure, "compared": compared},
-        **{"positions": len(margins), "qualified": round(share, 4), "noise": noise},
-        "max_logprob_difference": max((abs(a - b) for a, b in _same_context(first, found)), default=0.0),
+        **{"equal": equal, "wrong": wrong, "parted_where_unsure": unsure, "compared": compared},
+        **{"positions": len(margins), "qualified": round(share, 4), "noise": noise, "max_logprob_difference": difference},
     }
 
 

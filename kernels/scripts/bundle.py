@@ -82,6 +82,8 @@ def make(engine: str) -> None:
     target += ["--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64"]
     _pip("download", "-d", str(wheels), *target, *what["wheels"])
     _pip("install", "--no-index", "--find-links", str(wheels), "--no-compile", "--target", str(tree), *target, *what["wheels"])
+    for path, names in what.get("instead", {}).items():
+        _refuse(tree / path, names)
     parts = _divided(tree, what)
     print(f"{engine}: {sum(map(os.path.getsize, (p for part in parts.values() for p in part)))} bytes of files left")
     for part, paths in parts.items():
@@ -91,6 +93,13 @@ def make(engine: str) -> None:
 
 def _pip(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *arguments], check=True)
+
+
+def _refuse(module: Path, names: list[str]) -> None:
+    """A module with the names, as functions that only say that their package is not there."""
+    refusal = f'raise NotImplementedError("this bundle has no {module.parent.name}")'
+    module.parent.mkdir(exist_ok=True)
+    module.write_text("".join(f"def {name}(*_, **__):\n    {refusal}\n" for name in names))
 
 
 def _divided(tree: Path, what: dict[str, Any]) -> dict[str, list[Path]]:

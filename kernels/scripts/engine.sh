@@ -15,6 +15,7 @@ log=${OUT:-/tmp}/$engine-$step.log
 export PYTHONUNBUFFERED=1 GLOO_SOCKET_IFNAME=lo TORCH_CPP_LOG_LEVEL=ERROR NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1
 export HF_HUB_OFFLINE=1 DO_NOT_TRACK=1 VLLM_NO_USAGE_STATS=1
 export VLLM_USE_FLASHINFER_SAMPLER=0 # else its sampler imports flashinfer
+export SGLANG_IS_FLASHINFER_AVAILABLE=false # else SGLang imports more of it than the bundle has
 export SGLANG_JIT_DEEPGEMM_PRECOMPILE=0 # else the first product compiles all sizes
 started=$SECONDS
 shopt -s nullglob
