@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 from ep_backend import layout
 from ep_backend.fabric.base import Call
@@ -12,7 +13,7 @@ from ep_backend.layout import Payload
 from ep_backend.modes import Layout, Mode
 
 SMS = 24  # multiprocessors of every kernel that waits for a peer, unless the call says otherwise
-SMALL = 512  # tokens up to which sending, waiting and placing are kernels of their own; beyond, one does all at once
+SMALL = 512  # tokens up to which latency counts more than multiprocessors: beyond, waiting kernels have SMS blocks
 
 
 class Launches:
@@ -57,7 +58,12 @@ class Launches:
             return rings.channels(self._shape)
         if call.tokens > SMALL:
             return self._blocks(call, self._most_waiting, SMS)
-        return self._blocks(call, self._most_blocks, max(1, call.tokens))
+        return self._blocks(call, self._most_waiting if self._at_once(call) else self._most_blocks, max(1, call.tokens))
+
+    def _at_once(self, call: Call) -> bool:
+        """One kernel dispatches: it sends, waits and places."""
+        serves = call.mode in (Mode.DIRECT, Mode.LOW_LATENCY) and not self.per_expert(call)
+        return serves and not call.split and not self.ordered(call)
 
     def _blocks(self, call: Call, most: int, default: int) -> int:
         return max(1, min(default if call.sms is None else call.sms, most))
@@ -84,6 +90,14 @@ class Launches:
                 staged=int(not cast),
             )
             return (Launch("dispatch", self.channels(call), MOST_WARPS, roles),)
+        if self._at_once(call):
+            one = self._send("send", call).roles
+            sent = layout.align_up(one.send_stage, 128)  # records behind it keep their alignment
+            senders = min(one.senders, (STAGE_BYTES - record) // sent)
+            receivers = min(14, max(6, 2 * self._shape.ranks), (STAGE_BYTES - senders * sent) // record)
+            roles = Roles(senders, senders + 1, receivers, sent, record, senders * sent, send_parts=one.send_parts)
+            blocks = self._blocks(call, self._most_waiting, max(call.tokens, SMS))  # other ranks may have more tokens
+            return (Launch("dispatch", blocks, senders + receivers + 2, roles),)  # a warp publishes, one plans
         result = [self._send("send", call)] if send else []
         if receive:
             result += self._place("place", call, early=send)
@@ -130,6 +144,15 @@ class Launches:
         sent = _run(row, 16, parts) * gathered
         shares = layout.ceil_div(row, _room(7168, added))
         summed = _run(row, 16, shares) * added
+        if send and receive and small and "EP_TRY_COMBINE" in os.environ:
+            most, room, share = map(int, os.environ["EP_TRY_COMBINE"].split(","))  # senders, bytes of a run sent and summed
+            parts, shares = layout.ceil_div(row, room), layout.ceil_div(row, share)
+            sent, summed = _run(row, 16, parts) * gathered, _run(row, 16, shares) * added
+            senders = min(most, (STAGE_BYTES - summed) // sent)
+            receivers = min(MOST_WARPS - 1 - senders, (STAGE_BYTES - senders * sent) // summed, 16)
+            roles = Roles(senders, senders + 1, receivers, sent, summed, senders * sent, send_parts=parts, receive_parts=shares)
+            blocks = self._blocks(call, self._most_waiting, max(call.tokens, SMS))  # other ranks may have more tokens
+            return (Launch("combine", blocks, senders + receivers + 1, roles, ends=True),)
         if send and receive and not small:
             senders = 11 if masked else _coprime(min(2 * ranks - 1, 9), ranks)
             senders = min(senders, (STAGE_BYTES - summed) // sent)

@@ -535,7 +535,7 @@ template <Phase kPhase, bool kRails>
 __device__ __forceinline__ void run(const Args& a) {
   __shared__ Shared sh;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, planner = blockDim.x / 32 - 1;
-  const bool sends = kPhase == Phase::kSend or (kPhase == Phase::kAny and a.senders != 0);
+  const bool sends = kPhase == Phase::kSend or (kPhase == Phase::kAny and a.senders != 0 and blockIdx.x < a.channels);
   const bool receives = kPhase == Phase::kPlace or (kPhase == Phase::kAny and a.receivers != 0);
   if (threadIdx.x < 32) sh.progress.done[lane] = 0;
   if (kPhase == Phase::kPlace) await_previous();   // ep_await
