@@ -145,6 +145,8 @@ class NvshmemFabric:
             puts=self._puts.data_ptr() + 8 * lane * self._puts.shape[1],
             slots=at + regions.dispatch,
             slot_segment=layout.ring_segment(s, 1) if in_rings else layout.source_segment(s, 1, tokens),
+            lines=at + regions.lines,
+            line_slot=s.line_slot,
             area=at + regions.combine,
             area_segment=layout.back_segment(s, 1) if in_rings else layout.combine_segment(s, 1, tokens),
             gpus=s.gpus_per_node,

@@ -26,6 +26,7 @@ class Launches:
         self._shape, self._deterministic = shape, deterministic
         self._most_blocks = min(multiprocessors, layout.CHANNELS)
         self._most_waiting = min(multiprocessors // lanes, layout.CHANNELS)
+        self._lines = bool(shape.line_slot) and os.environ.get("EP_TRY_LINES") != "0"
         self._made: dict[tuple[object, ...], tuple[Launch, ...]] = {}
 
     def of(self, op: str, call: Call, *, send: bool, receive: bool) -> tuple[Launch, ...]:
@@ -63,13 +64,19 @@ class Launches:
     def _at_once(self, call: Call) -> bool:
         """One kernel dispatches: it sends, waits and places."""
         serves = call.mode in (Mode.DIRECT, Mode.LOW_LATENCY) and not self.per_expert(call)
-        return serves and not call.split and not self.ordered(call)
+        return serves and not call.split and (self._as_lines(call) or not self.ordered(call))
+
+    def _as_lines(self, call: Call) -> bool:
+        """Records travel as lines, whatever this rank's call is otherwise: all ranks must choose alike."""
+        return call.mode is Mode.LOW_LATENCY and self._lines
 
     def _blocks(self, call: Call, most: int, default: int) -> int:
         return max(1, min(default if call.sms is None else call.sms, most))
 
     def _dispatch(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
         cast, record = casts(call), self._record(call)
+        if self._as_lines(call):
+            return self._line_dispatch(call, send, receive)
         row, step, scales = self._input(call)
         if call.tokens > SMALL and not self.ordered(call):
             # Bulk copies of one multiprocessor reach about 50 GB/s, and the receivers need that: casts read rows themselves.
@@ -103,6 +110,33 @@ class Launches:
             result += self._place("place", call, early=send)
         return tuple(result)
 
+    def _line_dispatch(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
+        """A group of warps shares a record: each has a chunk of its payload, and one what is behind the payload."""
+        chunks = layout.ceil_div(layout.payload_bytes(call.payload, self._shape.hidden), layout.CHUNK_BYTES)
+        members = min(chunks + 1, 15)
+        groups = 1 if call.tokens <= SMS else 2
+        blocks = self.channels(call)
+        if receive:
+            blocks = self._blocks(call, self._most_waiting, max(call.tokens, SMS))  # other ranks may have more tokens
+        if os.environ.get("EP_TRY_LINES"):
+            groups, most = map(int, os.environ["EP_TRY_LINES"].split(","))
+            blocks = min(blocks, max(most, self.channels(call)))
+        warps, table = members * groups, layout.align_up(4 * self._shape.ranks * (layout.CHANNELS + 1), 128) * receive
+        stage = 12 * layout.CHUNK_LINES
+        roles = Roles(
+            warps * send,
+            receivers=warps * receive,
+            send_stage=stage,
+            receive_stage=stage,
+            receive_at=table,
+            receive_parts=members,
+            receive_groups=groups,
+        )
+        result = [Launch("lines", blocks, warps + 1, roles)]
+        if receive and self.ordered(call):
+            result += self._placing("place", call)
+        return tuple(result)
+
     def _send(self, kernel: str, call: Call) -> Launch:
         """Rows go out in parts, a block a channel."""
         row, step, scales = self._input(call)
@@ -115,14 +149,16 @@ class Launches:
 
     def _place(self, kernel: str, call: Call, *, early: bool = False, joins: bool = False) -> list[Launch]:
         """One block waits for everything, then all multiprocessors place it."""
+        waits = Launch("await", 1, self._shape.ranks, Roles(), early=early, joins=joins)
+        return [waits, *self._placing(kernel, call)]
+
+    def _placing(self, kernel: str, call: Call) -> list[Launch]:
         record = self._record(call)
         everywhere = self._blocks(call, self._most_blocks, self._most_blocks)
-        result = [Launch("await", 1, self._shape.ranks, Roles(), early=early, joins=joins)]
-        if self.ordered(call):
-            result.append(Launch("order", everywhere, 4, Roles(), early=True))
+        order = [Launch("order", everywhere, 4, Roles(), early=True)] if self.ordered(call) else []
         warps = min(4, STAGE_BYTES // record)
         roles = Roles(receivers=warps, receive_stage=record)
-        return [*result, Launch(kernel, everywhere, warps, roles, early=not self.ordered(call))]
+        return [*order, Launch(kernel, everywhere, warps, roles, early=not self.ordered(call))]
 
     def _input(self, call: Call) -> tuple[int, int, int]:
         """Bytes of a row that is read, in steps of so many, and of the scales that a cast leaves behind it."""

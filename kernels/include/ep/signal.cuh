@@ -61,10 +61,24 @@ __device__ __forceinline__ bool failed(const Args& a) {
 
 // Whether this rank or a peer has given up. By one whole warp.
 __device__ __forceinline__ bool given_up(const Args& a, Op op, u64 epoch, int lane) {
-  bool aborted = lane < a.ranks and load_relaxed_sys(own_word(a, 0, lane)) != 0;
-  u32 who = __ballot_sync(kFullWarp, aborted);
+  u64 broken = load_relaxed_sys(&reinterpret_cast<const Control*>(a.control)->failed);   // both under way at once
+  u64 aborted = lane < a.ranks ? load_relaxed_sys(own_word(a, 0, lane)) : 0;
+  u32 who = __ballot_sync(kFullWarp, aborted != 0);
   if (who != 0 and lane == 0) report(a, Fault::kAbort, op, epoch, __ffs(who) - 1, 0, 0);
-  return __any_sync(kFullWarp, who != 0 or failed(a));   // the same in all lanes, whoever fails meanwhile
+  return __any_sync(kFullWarp, who != 0 or broken != 0);   // the same in all lanes, whoever fails meanwhile
+}
+
+// Whether a wait may go on: nobody has given up, nor has it lasted too long.
+__device__ __forceinline__ bool patient(const Args& a, Op op, int peer, u64 epoch, u64 start, u64 expected, u64 seen) {
+  if (failed(a)) return false;
+  for (int r = 0; r < a.ranks; ++r)
+    if (load_relaxed_sys(own_word(a, 0, r)) != 0) {
+      report(a, Fault::kAbort, op, epoch, r, 0, 0);
+      return false;
+    }
+  if (nanoseconds() - start <= u64(a.timeout_ns)) return true;
+  report(a, Fault::kTimeout, op, epoch, peer, expected, seen);
+  return false;
 }
 
 __device__ __noinline__ u64 wait_slow(const Args& a, Op op, int peer, const u64* word, u64 epoch, u64 count) {
@@ -72,17 +86,7 @@ __device__ __noinline__ u64 wait_slow(const Args& a, Op op, int peer, const u64*
   for (int turn = 1;; ++turn) {
     seen = load_acquire_sys(word);
     if (reached(seen, epoch, count)) break;
-    if (turn % 64 != 0) continue;
-    if (failed(a)) return 0;
-    for (int r = 0; r < a.ranks; ++r)
-      if (load_relaxed_sys(own_word(a, 0, r)) != 0) {
-        report(a, Fault::kAbort, op, epoch, r, 0, 0);
-        return 0;
-      }
-    if (nanoseconds() - start > u64(a.timeout_ns)) {
-      report(a, Fault::kTimeout, op, epoch, peer, signal_word(epoch, count), seen);
-      return 0;
-    }
+    if (turn % 64 == 0 and not patient(a, op, peer, epoch, start, signal_word(epoch, count), seen)) return 0;
   }
   return seen;
 }
