@@ -46,7 +46,9 @@ def mismatched(world: World, changes: dict[str, Any]) -> Outcome:
 
 
 @pytest.mark.parametrize("changes,words", MISMATCHES, ids=lambda v: "-".join(v))
-def test_different_arguments_raise_on_every_rank(ranks: Any, changes: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_different_arguments_raise_on_every_rank(
+    ranks: Any, changes: dict[str, Any], words: tuple[str, ...]
+) -> None:
     for outcome in ranks(2).run(mismatched, changes):
         assert outcome.error == "EpConfigMismatch", outcome
         assert all(word in outcome.message for word in words), outcome.message
@@ -108,7 +110,9 @@ def test_every_rank_maps_exactly_the_heaps(ranks: Any) -> None:
 
 def far_away(world: World) -> None:
     """Lane 1 lies past 4 GiB of a heap that is mostly untouched."""
-    with world.make(hidden=4096, top_k=1, max_tokens={"direct": 300_000, "low_latency": 8}, payloads=("bf16",)) as buffer:
+    with world.make(
+        hidden=4096, top_k=1, max_tokens={"direct": 300_000, "low_latency": 8}, payloads=("bf16",)
+    ) as buffer:
         assert buffer.allocated_bytes > 8 << 30
         for lane in (0, 1, 0):
             case = oracle.make_case(lane, [9], hidden=4096, top_k=1)
@@ -118,7 +122,9 @@ def far_away(world: World) -> None:
 def test_offsets_past_4_gib(ranks: Any) -> None:
     free = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0])
     if free < 10 << 20:
-        pytest.skip(f"a heap of 9 GiB is refused with {free >> 20} GiB free, though little of it is touched")
+        pytest.skip(
+            f"a heap of 9 GiB is refused with {free >> 20} GiB free, though little of it is touched"
+        )
     ranks(1).run(far_away)
 
 

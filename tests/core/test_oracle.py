@@ -115,4 +115,6 @@ def test_an_unknown_routing_names_the_choices() -> None:
     import numpy as np
 
     with pytest.raises(ValueError, match="'skew' is unknown; choose one of uniform, zipf"):
-        routing.make_routing("skew", np.random.default_rng(0), tokens=1, experts=2, top_k=1, ranks=1)
+        routing.make_routing(
+            "skew", np.random.default_rng(0), tokens=1, experts=2, top_k=1, ranks=1
+        )

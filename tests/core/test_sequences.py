@@ -82,7 +82,9 @@ SHAPES: list[tuple[int, dict[str, Any]]] = [
     SHAPES,
     ids=lambda v: "-".join(map(str, v.values())) if isinstance(v, dict) else str(v),
 )
-def test_three_hundred_random_steps(ranks: Any, fabric: str, size: int, arguments: dict[str, Any]) -> None:
+def test_three_hundred_random_steps(
+    ranks: Any, fabric: str, size: int, arguments: dict[str, Any]
+) -> None:
     if fabric == "nvshmem" and size not in (2, 4, 8):
         pytest.skip("a GPU is shared by 1, 2, 4 or 8 processes")
     steps = STEPS if size <= 4 else STEPS // 2  # more processes than cores
