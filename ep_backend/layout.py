@@ -135,6 +135,15 @@ class Shape:
         return (ceil_div(self.record_bytes, CHUNK_BYTES) * CHUNK_LINES + ceil_div(2 * self.top_k + 1, 3)) * LINE_BYTES
 
     @property
+    def line_row(self) -> int:
+        return ceil_div(self.combine_bytes, CHUNK_BYTES) * CHUNK_LINES * LINE_BYTES if self.line_slot else 0
+
+    @property
+    def line_bytes(self) -> int:
+        """Slots of dispatch, then rows of combine."""
+        return self.low_latency * (self.ranks * self.line_slot + self.rank_copies * self.line_row)
+
+    @property
     def rail_limit(self) -> int:
         return ceil_div(self.hybrid, RAIL_CHANNELS)
 
@@ -264,7 +273,7 @@ class Lane:
 def lane(s: Shape) -> Lane:
     modes = mode_bytes(s).values()
     lines = words(s).bytes
-    dispatch = align_up(lines + s.ranks * s.low_latency * s.line_slot, REGION_ALIGN)
+    dispatch = align_up(lines + s.line_bytes, REGION_ALIGN)
     combine = align_up(dispatch + max((b.dispatch for b in modes), default=0), REGION_ALIGN)
     staging = align_up(combine + max((b.combine for b in modes), default=0), REGION_ALIGN)
     staged = s.hybrid * (s.record_bytes + s.nodes * s.combine_bytes) if s.staging else 0

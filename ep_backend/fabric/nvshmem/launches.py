@@ -173,6 +173,8 @@ class Launches:
     def _combine(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
         row, ranks, small = 2 * self._shape.hidden, self._shape.ranks, call.tokens <= SMALL
         masked = call.layout is Layout.MASKED
+        if masked and self._as_lines(call) and os.environ.get("EP_TRY_SUMS") != "0":
+            return self._line_combine(call, send, receive)
         waiting = self._blocks(call, self._most_waiting, SMS)
         # A stage holds one run of every row that is summed.
         gathered, added = (self._shape.top_k if masked else 1), min(ranks, self._shape.top_k)
@@ -207,6 +209,15 @@ class Launches:
             roles = Roles(receivers=warps, receive_stage=summed, receive_parts=shares, receive_groups=groups)
             result.append(Launch("combine", waiting, warps, roles, early=send, ends=True))
         return tuple(result)
+
+    def _line_combine(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
+        warps, blocks = 15 if call.tokens <= SMS else 28, max(call.tokens, SMS)  # other ranks may have more tokens
+        if os.environ.get("EP_TRY_SUMS"):
+            warps, blocks = map(int, os.environ["EP_TRY_SUMS"].split(","))
+        blocks = self._blocks(call, self._most_waiting if receive else self._most_blocks, blocks)
+        stage = 12 * layout.CHUNK_LINES
+        roles = Roles(warps * send, receivers=warps * receive, send_stage=stage, receive_stage=stage)
+        return (Launch("sums", blocks, warps + 1, roles, ends=receive),)
 
     def _hybrid_dispatch(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
         several, result = self._shape.nodes > 1, []

@@ -95,6 +95,8 @@ struct Shape {
     if (low_latency > kLineTokens or per_expert) return 0;
     return (ceil_div(record_bytes, kChunkBytes) * kChunkLines + ceil_div(2 * top_k + 1, 3)) * kLineBytes;
   }
+  EP_HD i64 line_row() const { return line_slot() == 0 ? 0 : ceil_div(combine_bytes, kChunkBytes) * kChunkLines * kLineBytes; }
+  EP_HD i64 line_bytes() const { return low_latency * (ranks * line_slot() + rank_copies() * line_row()); }   // slots, then rows
   EP_HD i64 rail_limit() const { return ceil_div(hybrid, kRailChannels); }  // tokens of one channel
 };
 
@@ -193,7 +195,7 @@ EP_HD Lane lane(const Shape& s) {
   Lane a{};
   a.words = 0;
   a.lines = words(s).bytes;
-  a.dispatch = align_up(a.lines + s.ranks * s.low_latency * s.line_slot(), kRegionAlign);
+  a.dispatch = align_up(a.lines + s.line_bytes(), kRegionAlign);
   a.combine = align_up(a.dispatch + dispatch, kRegionAlign);
   a.staging = align_up(a.combine + combine, kRegionAlign);
   // A put reads from registered memory: its record, and a relay's sums for the other nodes.

@@ -1,23 +1,11 @@
-// Records of small batches: as lines, of which a reader knows each by itself to be there.
-//
-// A line is three words of a record and the round's tag, the low 32 bits of its epoch. One store writes it and one load reads
-// it, neither of which any other access splits (PTX, .b128 with a scope), so a line with the tag has the words that were
-// stored with it. Nothing else is read because a line is here: no line orders another, so there is no fence, and no signal. Only lines
-// are ever written where lines lie, all zero at first, and rounds start at 1.
+// Dispatch by lines (line.cuh): what a token is on lines, who sends and who reads them.
 //
 // When a line may be overwritten is told by combine's words, as of slots.
 #pragma once
 #include "ep/dispatch.cuh"
+#include "ep/line.cuh"
 
 namespace ep {
-
-__device__ __forceinline__ int anew(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
-constexpr int kChunk = int(kChunkBytes);
-constexpr int kLineStage = 3 * 4 * int(kChunkLines);   // bytes of a chunk's words in shared memory
 
 // A record as lines: chunks of the payload with their scales, kChunkLines from one to the next; then ids, weights and source.
 struct Chunks {
@@ -37,34 +25,12 @@ struct Target {
 };
 struct LineShared {
   Chunks c;
-  u32 troubles;
-  int peer;
-  Fault fault;
-  u64 expected, seen;
+  Trouble trouble;
 
   u64 proposal[kMaxRanks];            // by source, like total
   int total[kMaxRanks];
   Target to[2][2][32];                // by record's parity, group and pick
 };
-
-// The block's first trouble. It is reported when all warps have ended: a call amid a wait would cost registers.
-__device__ __forceinline__ void note(LineShared& ls, Fault fault, int peer, u64 expected, u64 seen) {
-  if (atomicCAS(&ls.troubles, 0u, 1u) != 0) return;
-  ls.fault = fault;
-  ls.peer = peer;
-  ls.expected = expected;
-  ls.seen = seen;
-}
-// Whether a wait may go on: nobody has given up, nor has it lasted too long. By one whole warp.
-__device__ __forceinline__ bool patient_warp(const Args& a, LineShared& ls, int peer, u64 start, u64 expected, u64 seen, int lane) {
-  const u64 broken = load_relaxed_sys(&reinterpret_cast<const Control*>(a.control)->failed);   // both under way at once
-  const u64 aborted = lane < a.ranks ? load_relaxed_sys(own_word(a, 0, lane)) : 0;
-  const u32 who = __ballot_sync(kFullWarp, aborted != 0);
-  const bool late = nanoseconds() - start > u64(a.timeout_ns);
-  if (lane == 0 and who != 0) note(ls, Fault::kAbort, __ffs(who) - 1, 0, 0);
-  if (lane == 0 and who == 0 and late and broken == 0) note(ls, Fault::kTimeout, peer, expected, seen);
-  return not __any_sync(kFullWarp, who != 0 or broken != 0 or late or load_acquire_cta(&ls.troubles) != 0);
-}
 
 // What a lane reads of a chunk: 16 channels that it casts, or 16 bytes of the payload and a word of scales.
 struct Piece {
@@ -136,7 +102,7 @@ __device__ __forceinline__ void send_lines(const Args& a, LineShared& ls, const 
           if (lane < c.head) store_line(at + lane * kLineBytes, line);
         });
         i64 id = lane < a.top_k ? raw_pick(a, i64(token) * a.top_k + lane) : -1;
-        if (id != -1 and not is_expert(a, id)) note(ls, Fault::kBadId, int(a.rank), token, id);
+        if (id != -1 and not is_expert(a, id)) note(ls.trouble, Fault::kBadId, int(a.rank), token, id);
       } else {
         if (unit != warp) write_words(a, f, c, ask(a, f, token, part, lane), token, part, words, lane);
         for (int i = lane; i - lane < c.lines; i += 32) {
@@ -182,12 +148,12 @@ __device__ __forceinline__ int await_source(const Args& a, Shared& sh, LineShare
     for (int j = 0; j < kLaneChannels; ++j)
       here = here and (lane * kLaneChannels + j >= intent_channels(intent) or reached(word[j], sh.epoch, 0));
     if (reached(intent, sh.epoch, 0) and (intent & kSignatureMask) != u64(a.signature)) {
-      if (lane == 0) note(ls, Fault::kDisagree, source, a.signature, intent & kSignatureMask);
+      if (lane == 0) note(ls.trouble, Fault::kDisagree, source, a.signature, intent & kSignatureMask);
       ok = false;
     }
     if (__any_sync(kFullWarp, not ok)) return -1;
     if (__all_sync(kFullWarp, here)) break;
-    if (turn % 64 == 0 and not patient_warp(a, ls, source, start, signal_word(sh.epoch, 0),
+    if (turn % 64 == 0 and not patient_warp(a, ls.trouble, source, start, signal_word(sh.epoch, 0),
                                             reached(intent, sh.epoch, 0) ? chunk : intent, lane))
       return -1;
   }
@@ -215,34 +181,6 @@ __device__ __forceinline__ int await_source(const Args& a, Shared& sh, LineShare
     if (leaves) reinterpret_cast<int*>(a.plan)[plan_chunk(a.ranks, source)] = int(signal_count(chunk));
   }
   return total;
-}
-
-// A run of up to 64 lines, two a lane, once all are here. `taken` records of the channel were here before.
-__device__ __forceinline__ bool await_lines(const Args& a, LineShared& ls, u64 from, int lines, u64 epoch, int source, int taken, Vec (&line)[2],
-                                            int lane) {
-  u64 start = 0;
-  #pragma unroll 1
-  for (int turn = 1;; ++turn) {
-    bool here = true;
-#pragma unroll
-    for (int j = 0; j < 2; ++j)
-      if (lane + 32 * j < lines) line[j] = load_line(from + (lane + 32 * j) * kLineBytes);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) here = here and (lane + 32 * j >= lines or line[j].v[3] == u32(epoch));
-    if (__all_sync(kFullWarp, here)) return true;
-    if (turn % 64 != 0) continue;
-    if (start == 0) start = nanoseconds();
-    if (not patient_warp(a, ls, source, start, signal_word(epoch, taken + 1), signal_word(epoch, taken), lane)) return false;
-  }
-}
-__device__ __forceinline__ void unpack_lines(const Vec (&line)[2], int lines, u32* words, int lane) {
-  __syncwarp();   // all have read what was there
-#pragma unroll
-  for (int j = 0; j < 2; ++j)
-    if (lane + 32 * j < lines)
-#pragma unroll
-      for (int q = 0; q < 3; ++q) words[3 * (lane + 32 * j) + q] = line[j].v[q];
-  __syncwarp();
 }
 
 // Where the record's payload goes, by its head in shared memory: to rows, or to its slot, if rows are given later.
@@ -292,7 +230,8 @@ __device__ __forceinline__ bool receive_lines(const Args& a, Shared& sh, LineSha
       Target(&to)[32] = ls.to[parity][group];
       Vec line[2];
       if (member == members - 1) {
-        ok = ok and await_lines(a, ls, from + c.count * (kChunkLines * kLineBytes), c.head, sh.epoch, source, k, line, lane);
+        look_at_lines(from + c.count * (kChunkLines * kLineBytes), c.head, line, lane);
+        ok = ok and await_lines(a, ls.trouble, from + c.count * (kChunkLines * kLineBytes), c.head, sh.epoch, source, k, line, lane);
         if (ok) {
           unpack_lines(line, c.head, words, lane);
           to[lane] = place_head(a, f, words, record + k, source, slot + k, lane);
@@ -300,7 +239,8 @@ __device__ __forceinline__ bool receive_lines(const Args& a, Shared& sh, LineSha
       }
       int chunk = member;
       auto await = [&] {
-        return await_lines(a, ls, from + chunk * (kChunkLines * kLineBytes), c.lines, sh.epoch, source, k, line, lane);
+        look_at_lines(from + chunk * (kChunkLines * kLineBytes), c.lines, line, lane);
+        return await_lines(a, ls.trouble, from + chunk * (kChunkLines * kLineBytes), c.lines, sh.epoch, source, k, line, lane);
       };
       if (chunk < c.count) ok = ok and await();
       // Behind it places are known. Those of the record after the next are written behind the next barrier, when all have read these.
@@ -364,9 +304,9 @@ __device__ __forceinline__ void run_lines(const Args& a) {
     to = block_of_tokens(a, mine.first, mine.last, lane);
   }
   if (warp == workers) {
-    if (lane == 0) ls.troubles = 0;
+    if (lane == 0) ls.trouble.any = 0;
     __syncwarp();
-    bool going = patient_warp(a, ls, 0, nanoseconds(), 0, 0, lane);
+    bool going = patient_warp(a, ls.trouble, 0, nanoseconds(), 0, 0, lane);
     if (lane == 0) {
       sh.stopped = not going;
       sh.broken = false;
@@ -420,7 +360,7 @@ __device__ __forceinline__ void run_lines(const Args& a) {
     }
     __syncthreads();
   }
-  if (threadIdx.x == 0 and ls.troubles != 0) report(a, ls.fault, Op::kDispatch, sh.epoch, ls.peer, ls.expected, ls.seen);
+  if (threadIdx.x == 0) tell_trouble(a, ls.trouble, Op::kDispatch, sh.epoch);
   if ((sh.stopped or sh.broken) and receives) {   // nothing that was not received may look like data
     i64 rows = (a.masked ? a.local_experts : 1) * a.ranks * a.max_tokens;
     poison_rows(a.rows, rows * sh.f.row);

@@ -97,17 +97,20 @@ __device__ __forceinline__ u64 wait_word(const Args& a, Op op, int peer, i64 arr
   return reached(seen, epoch, count) ? seen : wait_slow(a, op, peer, word, epoch, count);
 }
 
-// The lane's epoch; the last block of combine's last kernel to have read it ends the round. By one thread of a block.
-__device__ __forceinline__ u64 read_epoch(const Args& a) {
+// The last block of combine's last kernel to have read the lane's epoch ends the round. By one thread of a block.
+__device__ __forceinline__ void count_reader(const Args& a, u64 epoch) {
+  if (not a.advance) return;
   LaneState* state = reinterpret_cast<LaneState*>(a.state);
-  u64 epoch = load_relaxed_sys(&state->epoch);
-  if (not a.advance) return epoch;
   __threadfence();
   if (atomicAdd(&state->readers, u64(1)) == gridDim.x - 1) {
     state->readers = 0;
     __threadfence();
     store_relaxed_sys(&state->epoch, epoch + 1);
   }
+}
+__device__ __forceinline__ u64 read_epoch(const Args& a) {
+  u64 epoch = load_relaxed_sys(&reinterpret_cast<LaneState*>(a.state)->epoch);
+  count_reader(a, epoch);
   return epoch;
 }
 

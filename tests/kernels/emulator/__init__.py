@@ -79,7 +79,7 @@ class Kernel:
     def launch(self, how: Launch, args: Args, stream: int) -> None:
         assert len(args.buffer) == ARGS_BYTES
         Kernel.launches += 1
-        waits = self.name in WAITING or (self.name == "ep_combine" and how.roles.receivers > 0)
+        waits = self.name in WAITING or (self.name in ("ep_combine", "ep_sums") and how.roles.receivers > 0)
         rest = how.blocks, 32 * how.warps, self._seed + Kernel.launches, stream, int(not waits and Kernel.launches % 2)
         if stream == 0:
             self._launch(self._entry, args.buffer, *rest)
