@@ -1,9 +1,8 @@
 // Lines: three words and the round's tag, of which a reader knows each by itself to be there.
 //
-// The tag is the low 32 bits of the epoch. One store writes a line and one load reads it, neither of which any other access
-// splits (PTX, .b128 with a scope), so a line with the tag has the words that were stored with it. Nothing else is read because a
-// line is here: no line orders another access, so there is no fence, and no signal. Only lines are ever written where lines lie, all
-// zero at first, and rounds start at 1.
+// One store writes a line and one load reads it, neither of which any other access splits (PTX, .b128 with a scope), so a line
+// with the tag has the words that were stored with it. Nothing else is read because a line is here: no line orders another
+// access, so there is no fence, and no signal. Only lines are ever written where lines lie, all zero at first.
 #pragma once
 #include "ep/rows.cuh"
 #include "ep/signal.cuh"
@@ -17,6 +16,9 @@ __device__ __forceinline__ int anew(int x) {
 }
 
 constexpr int kChunk = int(kChunkBytes);
+// Never that of a cleared line.
+__device__ __forceinline__ u32 line_tag(u64 epoch) { return u32(epoch) << 1 | 1; }
+
 constexpr int kLineStage = 3 * 4 * int(kChunkLines);   // bytes of a chunk's words in shared memory
 
 // The block's first trouble. It is reported when all warps have ended: a call amid a wait would cost registers.
@@ -58,11 +60,11 @@ __device__ __forceinline__ void look_at_lines(u64 from, int lines, Vec (&line)[2
 __device__ __forceinline__ bool await_lines(const Args& a, Trouble& t, u64 from, int lines, u64 epoch, int source, int taken,
                                             Vec (&line)[2], int lane) {
   u64 start = 0;
-  #pragma unroll 1
+#pragma unroll 1
   for (int turn = 1;; ++turn) {
     bool here = true;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) here = here and (lane + 32 * j >= lines or line[j].v[3] == u32(epoch));
+    for (int j = 0; j < 2; ++j) here = here and (lane + 32 * j >= lines or line[j].v[3] == line_tag(epoch));
     if (__all_sync(kFullWarp, here)) return true;
     look_at_lines(from, lines, line, lane);
     if (turn % 64 != 0) continue;

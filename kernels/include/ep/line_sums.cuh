@@ -1,8 +1,8 @@
 // Combine of masked rows by lines (line.cuh): each rank returns its partial sum of a token in chunks, their owner adds them.
 //
-// A rank says `returned` when its combine begins: its dispatch, an earlier kernel, has then read every line of the round, so that
-// the owner, who waits for the word of all ranks, may write the next round's. A row of lines is written again after the owner's next
-// dispatch, a later kernel than the one that reads the row here.
+// A rank says `returned` when its combine begins: its dispatch, an earlier kernel, has then read every line of the round, so
+// that the owner, who waits for the word of all ranks, may write the next round's. A row of lines is written again after the
+// owner's next dispatch, a later kernel than the one that reads the row here.
 #pragma once
 #include "ep/line.cuh"
 #include "ep/routing.cuh"
@@ -79,7 +79,7 @@ __device__ __forceinline__ void send_sums(const Args& a, u64 epoch, u32* words, 
     __syncwarp();
     const u64 to = line_row(a, source, answer.target) + part * (kChunkLines * kLineBytes);
     for (int i = lane; i < kSumLines; i += 32)
-      store_line(to + i * kLineBytes, Vec{{words[3 * i], words[3 * i + 1], words[3 * i + 2], u32(epoch)}});
+      store_line(to + i * kLineBytes, Vec{{words[3 * i], words[3 * i + 1], words[3 * i + 2], line_tag(epoch)}});
   }
 }
 

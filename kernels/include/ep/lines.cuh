@@ -55,7 +55,7 @@ __device__ __forceinline__ void write_words(const Args& a, const Offsets& f, con
     const bool ue8m0 = a.payload == i64(Payload::kFp8Ue8m0);
     float amax = magnitude(p.in), inverse;
 #pragma unroll
-    #pragma unroll 1
+#pragma unroll 1
     for (int d = 1; d < 8; d *= 2) amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, d));
     scale = scale_of(amax, ue8m0, inverse);
     out = to_fp8(p.in, inverse);
@@ -78,16 +78,16 @@ __device__ __forceinline__ u32 head_word(const Args& a, i64 token, int w) {
 __device__ __forceinline__ void send_lines(const Args& a, LineShared& ls, const Offsets& f, const Chunks& c, u64 epoch, u32* words, Range mine,
                                            u32 to, Piece piece, int warp, int lane) {
   const int workers = int(a.senders), parts = c.count + 1;
-  const u32 tag = u32(epoch);
+  const u32 tag = line_tag(epoch);
   const u64 own = lane < a.ranks ? line_slot(a, lane, a.rank, 0) : 0;
   int slot = mine.first, unit = warp;
   if (unit < (mine.last - mine.first) * parts and unit % parts != c.count)
     write_words(a, f, c, piece, mine.first + unit / parts, unit % parts, words, lane);
-  #pragma unroll 1
+#pragma unroll 1
   for (int first = mine.first; first < mine.last; first += 32) {
     if (first != mine.first) to = block_of_tokens(a, first, mine.last, lane);
     const int stop = (min(first + 32, mine.last) - mine.first) * parts;
-    #pragma unroll 1
+#pragma unroll 1
     for (; unit < stop; unit += workers) {
       int i = quotient(unit, parts), part = unit - i * parts;
       i -= first - mine.first;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void send_lines(const Args& a, LineShared& ls, const 
 // Tells every rank how many records this block sends, and what the rank calls. One warp, lane r for rank r.
 __device__ __forceinline__ void tell_lines(const Args& a, Shared& sh, Range mine, u32 to, int lane) {
   int count = __popc(to);
-  #pragma unroll 1
+#pragma unroll 1
   for (int first = mine.first + 32; first < mine.last; first += 32) count += __popc(block_of_tokens(a, first, mine.last, lane));
   if (lane < a.ranks) tell_count<false>(a, lane, blockIdx.x, signal_word(sh.epoch, count));
   if (blockIdx.x == 0) announce<false, true>(a, sh, lane);
@@ -136,7 +136,7 @@ __device__ __forceinline__ int await_source(const Args& a, Shared& sh, LineShare
   const bool leaves = blockIdx.x == 0;
   const u64 start = nanoseconds(), *counts = own_word(a, a.stream_count, plan_row(source, 0));
   u64 intent, chunk, word[kLaneChannels];
-  #pragma unroll 1
+#pragma unroll 1
   for (int turn = 1;; ++turn) {
     intent = load_relaxed_sys(own_word(a, a.intent, source));
 #pragma unroll
@@ -165,7 +165,7 @@ __device__ __forceinline__ int await_source(const Args& a, Shared& sh, LineShare
     if (lane * kLaneChannels + j < intent_channels(intent)) sum += int(signal_count(word[j]));
   }
   int up_to = sum;
-  #pragma unroll 1
+#pragma unroll 1
   for (int d = 1; d < 32; d *= 2) {
     int left = __shfl_up_sync(kFullWarp, up_to, d);
     if (lane >= d) up_to += left;
@@ -188,7 +188,7 @@ __device__ __forceinline__ Target place_head(const Args& a, const Offsets& f, co
   const int top_k = int(a.top_k);
   if (a.ordered) {
     const u64 to = segment(a, int(a.rank), source) + i64(slot) * f.bytes;
-    #pragma unroll 1
+#pragma unroll 1
     for (int w = lane; w < 2 * top_k; w += 32) reinterpret_cast<u32*>(to + f.ids)[w] = words[w];
     if (lane == 0) *reinterpret_cast<u32*>(to + f.source) = words[2 * top_k];
     return lane == 0 ? Target{to, to + f.scales} : Target{};
@@ -209,7 +209,7 @@ __device__ __forceinline__ bool receive_lines(const Args& a, Shared& sh, LineSha
   if (group >= groups) return true;
   const int total = lane < ranks ? ls.total[lane] : 0;
   int base = total;   // lane s: behind source s's last row
-  #pragma unroll 1
+#pragma unroll 1
   for (int d = 1; d < 32; d *= 2) {
     int left = __shfl_up_sync(kFullWarp, base, d);
     if (lane >= d) base += left;
@@ -218,13 +218,13 @@ __device__ __forceinline__ bool receive_lines(const Args& a, Shared& sh, LineSha
   const i64 step = a.masked and not a.ordered ? a.scale_stride : 1;
   bool ok = true;
   u32 parity = 0;
-  #pragma unroll 1
+#pragma unroll 1
   for (int pair = blockIdx.x + gridDim.x * group;; pair += gridDim.x * groups) {
     const int channel = pair / ranks, source = pair - channel * ranks;
     if (channel >= most) break;
     const int row = table[plan_row(source, channel)], count = table[plan_row(source, channel) + 1] - row;
     const int slot = sh.chunk[source] * channel, record = __shfl_sync(kFullWarp, base - total, source) + row;
-    #pragma unroll 1
+#pragma unroll 1
     for (int k = 0; k < count; ++k, parity ^= 1) {
       const u64 from = line_slot(a, int(a.rank), source, slot + k);
       Target(&to)[32] = ls.to[parity][group];
@@ -246,14 +246,14 @@ __device__ __forceinline__ bool receive_lines(const Args& a, Shared& sh, LineSha
       // Behind it places are known. Those of the record after the next are written behind the next barrier, when all have read these.
       if (not barrier_and(kReceiveBarrier + 1 + group, 32 * members, ok)) return false;
       const u32 set = __ballot_sync(kFullWarp, to[lane].row != 0);
-      #pragma unroll 1
+#pragma unroll 1
       while (chunk < c.count) {
         unpack_lines(line, c.lines, words, lane);
         const Vec v = reinterpret_cast<const Vec*>(words)[lane];
         const int at = chunk * kChunk + 16 * lane, word = chunk * c.scales + lane;
         const bool scales = lane < c.scales and word < f.words;
         const u32 scale = scales ? words[kChunk / 4 + lane] : 0;
-        #pragma unroll 1
+#pragma unroll 1
         for (u32 left = set; left != 0; left &= left - 1) {
           const Target& p = to[__ffs(left) - 1];
           if (at < f.row) store_vec(reinterpret_cast<void*>(p.row + at), v);
@@ -270,17 +270,18 @@ __device__ __forceinline__ bool receive_lines(const Args& a, Shared& sh, LineSha
   return ok;
 }
 
-// A line that nobody writes for 2^32 rounds would pass for one of this round, so every round clears a slot that it does not use.
-__device__ __forceinline__ void clear_slot(const Args& a, const Shared& sh, const int* table, int lane) {
+// A line that nobody writes for 2^31 rounds would pass for one of this round, so every round clears what it leaves of one slot.
+__device__ __forceinline__ void clear_slot(const Args& a, const Shared& sh, const Chunks& c, const int* table, int lane) {
   const int index = int(sh.epoch % u64(a.ranks * a.max_tokens)), source = index / int(a.max_tokens);
   const int slot = index - source * int(a.max_tokens), chunk = max(1, sh.chunk[source]), channel = slot / chunk;
-  if (channel < sh.channels[source]) {
-    const int* row = table + plan_row(source, channel);
-    if (slot - channel * chunk < row[1] - row[0]) return;
-  }
+  const int* row = table + plan_row(source, channel < kChannels ? channel : 0);
+  const bool used = channel < sh.channels[source] and slot - channel * chunk < row[1] - row[0];
   const u64 at = line_slot(a, int(a.rank), source, slot);
-  #pragma unroll 1
-  for (int i = lane; i < a.line_slot / kLineBytes; i += 32) store_line(at + i * kLineBytes, Vec{});
+#pragma unroll 1
+  for (int i = lane; i < a.line_slot / kLineBytes; i += 32) {
+    const int part = i / int(kChunkLines), first = min(part, c.count) * int(kChunkLines);
+    if (not used or i - first >= (part < c.count ? c.lines : c.head)) store_line(at + i * kLineBytes, Vec{});
+  }
 }
 
 // Warps [0, workers) send, then await what sources say, then receive; the last one announces.
@@ -326,7 +327,7 @@ __device__ __forceinline__ void run_lines(const Args& a) {
     if (sends and warp < workers) send_lines(a, ls, sh.f, ls.c, sh.epoch, words, mine, to, piece, anew(warp), anew(lane));
     if (receives and warp < workers) {
       bool ok = true;
-      #pragma unroll 1
+#pragma unroll 1
       for (int source = warp; source < a.ranks; source += workers) {
         int row[kLaneChannels], total = ok ? await_source(a, sh, ls, source, row, anew(lane)) : -1;
         ok = total >= 0;
@@ -341,10 +342,10 @@ __device__ __forceinline__ void run_lines(const Args& a) {
       if (not ok) sh.broken = true;
       if (ok and (a.fill or blockIdx.x == 0)) {
         int rows = 0;
-        #pragma unroll 1
+#pragma unroll 1
         for (int s = 0; s < a.ranks; ++s) {
           if (blockIdx.x == 0)
-            #pragma unroll 1
+#pragma unroll 1
             for (int i = threadIdx.x; i <= kChannels; i += 32 * workers)
               reinterpret_cast<int*>(a.plan)[plan_row(s, i)] = rows + table[plan_row(s, i)];
           rows += ls.total[s];
@@ -356,7 +357,7 @@ __device__ __forceinline__ void run_lines(const Args& a) {
           if (lane == 0) tell_host(a, rows);
         }
       }
-      if (ok and blockIdx.x == gridDim.x - 1 and warp == workers - 1) clear_slot(a, sh, table, lane);
+      if (ok and blockIdx.x == gridDim.x - 1 and warp == workers - 1) clear_slot(a, sh, ls.c, table, lane);
     }
     __syncthreads();
   }
