@@ -15,6 +15,10 @@ REGION_ALIGN = 1024
 RAIL_CHANNELS = 4
 RING_CHANNELS = 24
 CHANNELS = 128
+LINE_TOKENS = 512
+LINE_BYTES = 16
+CHUNK_BYTES = 512
+CHUNK_LINES = 44
 COUNT_BITS = 24
 COUNT_MASK = (1 << COUNT_BITS) - 1
 
@@ -123,6 +127,21 @@ class Shape:
     @property
     def gpu_copies(self) -> int:
         return min(self.gpus_per_node, self.top_k)
+
+    @property
+    def line_slot(self) -> int:
+        if self.low_latency > LINE_TOKENS or self.per_expert:
+            return 0
+        return (ceil_div(self.record_bytes, CHUNK_BYTES) * CHUNK_LINES + ceil_div(2 * self.top_k + 1, 3)) * LINE_BYTES
+
+    @property
+    def line_row(self) -> int:
+        return ceil_div(self.combine_bytes, CHUNK_BYTES) * CHUNK_LINES * LINE_BYTES if self.line_slot else 0
+
+    @property
+    def line_bytes(self) -> int:
+        """Slots of dispatch, then rows of combine."""
+        return self.low_latency * (self.ranks * self.line_slot + self.rank_copies * self.line_row)
 
     @property
     def rail_limit(self) -> int:
@@ -244,6 +263,7 @@ class Lane:
     """Offsets of a lane's regions from the lane's start."""
 
     words: int
+    lines: int
     dispatch: int
     combine: int
     staging: int
@@ -252,11 +272,12 @@ class Lane:
 
 def lane(s: Shape) -> Lane:
     modes = mode_bytes(s).values()
-    dispatch = words(s).bytes
+    lines = words(s).bytes
+    dispatch = align_up(lines + s.line_bytes, REGION_ALIGN)
     combine = align_up(dispatch + max((b.dispatch for b in modes), default=0), REGION_ALIGN)
     staging = align_up(combine + max((b.combine for b in modes), default=0), REGION_ALIGN)
     staged = s.hybrid * (s.record_bytes + s.nodes * s.combine_bytes) if s.staging else 0
-    return Lane(0, dispatch, combine, staging, align_up(staging + staged, REGION_ALIGN))
+    return Lane(0, lines, dispatch, combine, staging, align_up(staging + staged, REGION_ALIGN))
 
 
 def abort_bytes(s: Shape) -> int:

@@ -3,6 +3,7 @@
 // Records of a source's channel return in its order and signal by channel, so an owner's block sums its tokens while later
 // ones are under way. A rank signals every channel of every peer, also with no rows: the words of an epoch say that this
 // rank has read all its dispatch slots of that epoch.
+#include "ep/line_sums.cuh"
 #include "ep/progress.cuh"
 #include "ep/routing.cuh"
 #include "ep/rows.cuh"
@@ -163,6 +164,8 @@ __device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage,
 }
 
 }  // namespace ep
+
+extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_sums(const __grid_constant__ ep::Args a) { ep::run_sums(a); }
 
 extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_combine(const __grid_constant__ ep::Args a) {
   using namespace ep;

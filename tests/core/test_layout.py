@@ -185,7 +185,7 @@ def test_regions_do_not_overlap(s: Shape) -> None:
     a = layout.lane(s)
     for need in layout.mode_bytes(s).values():
         assert a.dispatch + need.dispatch <= a.combine and a.combine + need.combine <= a.staging
-    assert a.words + w.bytes <= a.dispatch
+    assert a.words + w.bytes <= a.lines and a.lines + s.line_bytes <= a.dispatch
     assert layout.heap_bytes(s, 2) - layout.heap_bytes(s, 1) == a.bytes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 from ep_backend import layout
 from ep_backend.fabric.base import Call
@@ -11,7 +12,7 @@ from ep_backend.fabric.nvshmem.launch import MOST_WARPS, STAGE_BYTES, Launch, Ro
 from ep_backend.modes import Layout, Mode
 
 SMS = 24  # multiprocessors of every kernel that waits for a peer, unless the call says otherwise
-SMALL = 512  # tokens up to which sending, waiting and placing are kernels of their own; beyond, one does all at once
+SMALL = 512  # tokens up to which latency counts more than multiprocessors: beyond, waiting kernels have SMS blocks
 
 
 class Launches:
@@ -24,6 +25,7 @@ class Launches:
         self._shape, self._deterministic = shape, deterministic
         self._most_blocks = min(multiprocessors, layout.CHANNELS)
         self._most_waiting = min(multiprocessors // lanes, layout.CHANNELS)
+        self._lines = bool(shape.line_slot) and os.environ.get("EP_TRY_LINES") != "0"
         self._made: dict[tuple[object, ...], tuple[Launch, ...]] = {}
 
     def of(self, op: str, call: Call, *, send: bool, receive: bool) -> tuple[Launch, ...]:
@@ -56,13 +58,24 @@ class Launches:
             return rings.channels(self._shape)
         if call.tokens > SMALL:
             return self._blocks(call, self._most_waiting, SMS)
-        return self._blocks(call, self._most_blocks, max(1, call.tokens))
+        return self._blocks(call, self._most_waiting if self._at_once(call) else self._most_blocks, max(1, call.tokens))
+
+    def _at_once(self, call: Call) -> bool:
+        """One kernel dispatches: it sends, waits and places."""
+        serves = call.mode in (Mode.DIRECT, Mode.LOW_LATENCY) and not self.per_expert(call)
+        return serves and not call.split and (self._as_lines(call) or not self.ordered(call))
+
+    def _as_lines(self, call: Call) -> bool:
+        """Records travel as lines, whatever this rank's call is otherwise: all ranks must choose alike."""
+        return call.mode is Mode.LOW_LATENCY and self._lines
 
     def _blocks(self, call: Call, most: int, default: int) -> int:
         return max(1, min(default if call.sms is None else call.sms, most))
 
     def _dispatch(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
         cast, record = casts(call), self._record(call)
+        if self._as_lines(call):
+            return self._line_dispatch(call, send, receive)
         row, step, scales = self._input(call)
         if call.tokens > SMALL and not self.ordered(call):
             # Bulk copies of one multiprocessor reach about 50 GB/s, and the receivers need that: casts read rows themselves.
@@ -83,9 +96,44 @@ class Launches:
                 staged=int(not cast),
             )
             return (Launch("dispatch", self.channels(call), MOST_WARPS, roles),)
+        if self._at_once(call):
+            one = self._send("send", call).roles
+            sent = layout.align_up(one.send_stage, 128)  # records behind it keep their alignment
+            senders = min(one.senders, (STAGE_BYTES - record) // sent)
+            receivers = min(14, max(6, 2 * self._shape.ranks), (STAGE_BYTES - senders * sent) // record)
+            roles = Roles(senders, senders + 1, receivers, sent, record, senders * sent, send_parts=one.send_parts)
+            blocks = self._blocks(call, self._most_waiting, max(call.tokens, SMS))  # other ranks may have more tokens
+            return (Launch("dispatch", blocks, senders + receivers + 2, roles),)  # a warp publishes, one plans
         result = [self._send("send", call)] if send else []
         if receive:
             result += self._place("place", call, early=send)
+        return tuple(result)
+
+    def _line_dispatch(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
+        """A group of warps shares a record: each has a chunk of its payload, and one what is behind the payload."""
+        chunks = layout.ceil_div(layout.payload_bytes(call.payload, self._shape.hidden), layout.CHUNK_BYTES)
+        members = min(chunks + 1, 15)
+        groups = 1 if call.tokens <= SMS else 2
+        blocks = self.channels(call)
+        if receive:
+            blocks = self._blocks(call, self._most_waiting, max(call.tokens, SMS))  # other ranks may have more tokens
+        if os.environ.get("EP_TRY_LINES"):
+            groups, most = map(int, os.environ["EP_TRY_LINES"].split(","))
+            blocks = min(blocks, max(most, self.channels(call)))
+        warps, table = members * groups, layout.align_up(4 * self._shape.ranks * (layout.CHANNELS + 1), 128) * receive
+        stage = 12 * layout.CHUNK_LINES
+        roles = Roles(
+            warps * send,
+            receivers=warps * receive,
+            send_stage=stage,
+            receive_stage=stage,
+            receive_at=table,
+            receive_parts=members,
+            receive_groups=groups,
+        )
+        result = [Launch("lines", blocks, warps + 1, roles)]
+        if receive and self.ordered(call):
+            result += self._placing("place", call)
         return tuple(result)
 
     def _send(self, kernel: str, call: Call) -> Launch:
@@ -100,14 +148,16 @@ class Launches:
 
     def _place(self, kernel: str, call: Call, *, early: bool = False, joins: bool = False) -> list[Launch]:
         """One block waits for everything, then all multiprocessors place it."""
+        waits = Launch("await", 1, self._shape.ranks, Roles(), early=early, joins=joins)
+        return [waits, *self._placing(kernel, call)]
+
+    def _placing(self, kernel: str, call: Call) -> list[Launch]:
         record = self._record(call)
         everywhere = self._blocks(call, self._most_blocks, self._most_blocks)
-        result = [Launch("await", 1, self._shape.ranks, Roles(), early=early, joins=joins)]
-        if self.ordered(call):
-            result.append(Launch("order", everywhere, 4, Roles(), early=True))
+        order = [Launch("order", everywhere, 4, Roles(), early=True)] if self.ordered(call) else []
         warps = min(4, STAGE_BYTES // record)
         roles = Roles(receivers=warps, receive_stage=record)
-        return [*result, Launch(kernel, everywhere, warps, roles, early=not self.ordered(call))]
+        return [*order, Launch(kernel, everywhere, warps, roles, early=not self.ordered(call))]
 
     def _input(self, call: Call) -> tuple[int, int, int]:
         """Bytes of a row that is read, in steps of so many, and of the scales that a cast leaves behind it."""
@@ -122,6 +172,8 @@ class Launches:
     def _combine(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
         row, ranks, small = 2 * self._shape.hidden, self._shape.ranks, call.tokens <= SMALL
         masked = call.layout is Layout.MASKED
+        if masked and self._as_lines(call) and os.environ.get("EP_TRY_SUMS") != "0":
+            return self._line_combine(call, send, receive)
         waiting = self._blocks(call, self._most_waiting, SMS)
         # A stage holds one run of every row that is summed.
         gathered, added = (self._shape.top_k if masked else 1), min(ranks, self._shape.top_k)
@@ -129,6 +181,15 @@ class Launches:
         sent = _run(row, 16, parts) * gathered
         shares = layout.ceil_div(row, _room(7168, added))
         summed = _run(row, 16, shares) * added
+        if send and receive and small and "EP_TRY_COMBINE" in os.environ:
+            most, room, share = map(int, os.environ["EP_TRY_COMBINE"].split(","))  # senders, bytes of a run sent and summed
+            parts, shares = layout.ceil_div(row, room), layout.ceil_div(row, share)
+            sent, summed = _run(row, 16, parts) * gathered, _run(row, 16, shares) * added
+            senders = min(most, (STAGE_BYTES - summed) // sent)
+            receivers = min(MOST_WARPS - 1 - senders, (STAGE_BYTES - senders * sent) // summed, 16)
+            roles = Roles(senders, senders + 1, receivers, sent, summed, senders * sent, send_parts=parts, receive_parts=shares)
+            blocks = self._blocks(call, self._most_waiting, max(call.tokens, SMS))  # other ranks may have more tokens
+            return (Launch("combine", blocks, senders + receivers + 1, roles, ends=True),)
         if send and receive and not small:
             senders = 11 if masked else _coprime(min(2 * ranks - 1, 9), ranks)
             senders = min(senders, (STAGE_BYTES - summed) // sent)
@@ -147,6 +208,15 @@ class Launches:
             roles = Roles(receivers=warps, receive_stage=summed, receive_parts=shares, receive_groups=groups)
             result.append(Launch("combine", waiting, warps, roles, early=send, ends=True))
         return tuple(result)
+
+    def _line_combine(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
+        warps, blocks = 15 if call.tokens <= SMS else 28, max(call.tokens, SMS)  # other ranks may have more tokens
+        if os.environ.get("EP_TRY_SUMS"):
+            warps, blocks = map(int, os.environ["EP_TRY_SUMS"].split(","))
+        blocks = self._blocks(call, self._most_waiting if receive else self._most_blocks, blocks)
+        stage = 12 * layout.CHUNK_LINES
+        roles = Roles(warps * send, receivers=warps * receive, send_stage=stage, receive_stage=stage)
+        return (Launch("sums", blocks, warps + 1, roles, ends=receive),)
 
     def _hybrid_dispatch(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
         several, result = self._shape.nodes > 1, []

@@ -90,8 +90,42 @@ __device__ __forceinline__ u32 largest(u32 a, u32 b) {   // of two bf16 each, by
   return reinterpret_cast<u32&>(m);
 }
 
-// 16 channels a lane and step, so that 8 lanes share a scale: scale = max(|x|, 1e-4) / 448, rounded up to a power of two
-// for UE8M0. The scales gather in shared memory and leave together. Two steps hide each other's latency, one takes fewer
+// A lane has 16 channels, so that 8 lanes share a scale: scale = max(|x|, 1e-4) / 448, rounded up to a power of two for UE8M0.
+__device__ __forceinline__ float magnitude(const Vec (&in)[2]) {
+  u32 m = 0;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) m = largest(m, largest(in[0].v[j], in[1].v[j]));
+  float2 pair = unpack(m);
+  return fmaxf(fmaxf(pair.x, pair.y), 1e-4f);
+}
+// The scale's word, of UE8M0 the exponent.
+__device__ __forceinline__ u32 scale_of(float amax, bool ue8m0, float& inverse) {
+  if (not ue8m0) {
+    inverse = __fdividef(448.f, amax);
+    return __float_as_uint(amax * (1.f / 448.f));
+  }
+  u32 bits = __float_as_uint(__fdiv_rn(amax, 448.f));
+  u32 exponent = (bits >> 23) + ((bits & 0x7fffff) != 0);   // a normal number: amax has a floor
+  inverse = __uint_as_float((254 - exponent) << 23);
+  return exponent;
+}
+__device__ __forceinline__ u32 four_exponents(u32 own) {   // of a step of 512 channels
+  return __shfl_sync(kFullWarp, own, 0) | __shfl_sync(kFullWarp, own, 8) << 8 | __shfl_sync(kFullWarp, own, 16) << 16 |
+         __shfl_sync(kFullWarp, own, 24) << 24;
+}
+__device__ __forceinline__ Vec to_fp8(const Vec (&in)[2], float inverse) {
+  Vec out;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    float2 lo = unpack(in[j / 2].v[j % 2 * 2]), hi = unpack(in[j / 2].v[j % 2 * 2 + 1]);
+    u32 l = __nv_cvt_float2_to_fp8x2({lo.x * inverse, lo.y * inverse}, __NV_SATFINITE, __NV_E4M3);
+    u32 h = __nv_cvt_float2_to_fp8x2({hi.x * inverse, hi.y * inverse}, __NV_SATFINITE, __NV_E4M3);
+    out.v[j] = l | h << 16;
+  }
+  return out;
+}
+
+// A row in steps of 512 channels. The scales gather in shared memory and leave together. Two steps hide each other's latency, one takes fewer
 // registers.
 template <int kSteps = 2>
 __device__ __forceinline__ void send_cast(const Args& a, const Targets& t, const Offsets& f, const unsigned char* input,
@@ -108,11 +142,7 @@ __device__ __forceinline__ void send_cast(const Args& a, const Targets& t, const
         in[i][0] = *reinterpret_cast<const Vec*>(input + first + 1024 * i);
         in[i][1] = *reinterpret_cast<const Vec*>(input + first + 1024 * i + 16);
       }
-      u32 m = 0;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) m = largest(m, largest(in[i][0].v[j], in[i][1].v[j]));
-      float2 pair = unpack(m);
-      amax[i] = fmaxf(fmaxf(pair.x, pair.y), 1e-4f);
+      amax[i] = magnitude(in[i]);
     }
 #pragma unroll
     for (int d = 1; d < 8; d *= 2)
@@ -121,26 +151,14 @@ __device__ __forceinline__ void send_cast(const Args& a, const Targets& t, const
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       int at = first + 1024 * i;
-      u32 scale;
+      u32 scale = scale_of(amax[i], ue8m0, inverse[i]);
       if (ue8m0) {
-        u32 bits = __float_as_uint(__fdiv_rn(amax[i], 448.f));
-        u32 exponent = (bits >> 23) + ((bits & 0x7fffff) != 0);   // a normal number: amax has a floor
-        inverse[i] = __uint_as_float((254 - exponent) << 23);
-        scale = at < bytes ? exponent : 0;
-        scale = __shfl_sync(kFullWarp, scale, 0) | __shfl_sync(kFullWarp, scale, 8) << 8 |
-                __shfl_sync(kFullWarp, scale, 16) << 16 | __shfl_sync(kFullWarp, scale, 24) << 24;
+        scale = four_exponents(at < bytes ? scale : 0);
         if (lane == 0 and at < bytes) words[at / 1024] = scale;
-      } else {
-        inverse[i] = __fdividef(448.f, amax[i]);
-        if (lane % 8 == 0 and at < bytes) words[at / 256] = __float_as_uint(amax[i] * (1.f / 448.f));
+      } else if (lane % 8 == 0 and at < bytes) {
+        words[at / 256] = scale;
       }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float2 lo = unpack(in[i][j / 2].v[j % 2 * 2]), hi = unpack(in[i][j / 2].v[j % 2 * 2 + 1]);
-        u32 l = __nv_cvt_float2_to_fp8x2({lo.x * inverse[i], lo.y * inverse[i]}, __NV_SATFINITE, __NV_E4M3);
-        u32 h = __nv_cvt_float2_to_fp8x2({hi.x * inverse[i], hi.y * inverse[i]}, __NV_SATFINITE, __NV_E4M3);
-        out[i].v[j] = l | h << 16;
-      }
+      out[i] = to_fp8(in[i], inverse[i]);
     }
     to_each(t, [&](u64 record) {
       u64 to = record + (run.first + first) / 2;
@@ -192,17 +210,21 @@ __device__ __forceinline__ void send_picks(const Args& a, const Targets& t, cons
   }
 }
 
+// Receiving warps add to counts; the word that they all await first says that it is cleared.
+__device__ __forceinline__ void clear_counts(const Args& a, int lane) {
+  for (i64 e = lane; e < a.local_experts; e += 32) reinterpret_cast<int*>(a.counts)[e] = 0;
+  __syncwarp();
+  fence_sys();
+}
+
 // By the publishing warp of the first block: what this rank calls, and that its counts are cleared.
-template <bool kRails = false>
+template <bool kRails = false, bool kCleared = false>
 __device__ __forceinline__ void announce(const Args& a, Shared& sh, int lane) {
   Control* control = reinterpret_cast<Control*>(a.control);
   u64 said = u64(a.signature) | u64(a.channels - 1) << kSignatureBits | load_relaxed_sys(&control->proposal) << kProposalBits;
   const bool peer = is_peer<kRails>(a, lane);
   if (peer) tell(a, relays<kRails>(a, lane), lane, a.intent, a.rank, signal_word(sh.epoch, said));
-  // Receiving warps add to counts; the word that they all await first says that it is cleared.
-  for (i64 e = lane; e < a.local_experts; e += 32) reinterpret_cast<int*>(a.counts)[e] = 0;
-  __syncwarp();
-  fence_sys();
+  if (not kCleared) clear_counts(a, lane);
   if (peer) tell_count<kRails>(a, lane, int(kChannels), signal_word(sh.epoch, a.chunk));
   if (lane != 0) return;
   i64 at = stat_mode(a.ranks, a.mode) + kStatRows * a.ranks;
@@ -403,41 +425,39 @@ __device__ __forceinline__ bool make_plan(const Args& a, Shared& sh, int lane) {
   return ok;
 }
 
-// The record in the stage becomes rows; what combine needs of it goes to the call's own memory. Lane k for pick k.
-template <bool kRails>
-__device__ __forceinline__ void place(const Args& a, const Offsets& f, const Stage& stage, i64 record, int lane) {
-  bool has = lane < a.top_k;
-  int id = has ? stage.get<int>(f.ids + 4 * lane) : -1;
-  float weight = has ? stage.get<float>(f.weights + 4 * lane) : 0.f;
-  int each = int(a.local_experts), rank = id >= 0 ? owner(a, id) : -1;
-  u32 ranks = __reduce_or_sync(kFullWarp, rank >= 0 ? 1u << rank : 0);
-  bool mine = rank == a.rank;
-  int local = mine ? id - int(a.rank) * each : -1;
-  if (kRails) ranks &= node_ranks(a, own_node(a));   // answers go to the relay, which has a row a slot
-  if (lane == 0)
-    reinterpret_cast<int*>(a.target)[record] = __popc(ranks & below(int(a.rank))) * int(a.max_tokens) +
-        (kRails ? stage.get<int>(f.weights + 4 * int(a.top_k)) : stage.get<int>(f.source) % int(a.max_tokens));
+// Where one pick's payload and scales go: masked, the expert here and the row among its; compact, 0 and the row.
+struct Place {
+  int local, at;   // local negative: nowhere
+};
+__device__ __forceinline__ u64 row_at(const Args& a, const Offsets& f, Place p) {
+  return a.rows + (p.local * (a.ranks * a.max_tokens) + p.at) * f.row;
+}
+__device__ __forceinline__ u64 scales_at(const Args& a, const Offsets& f, Place p) {
+  return a.scales + 4 * (a.masked ? i64(p.local) * f.words * a.scale_stride + p.at : i64(p.at) * f.words);
+}
+
+// A record becomes rows; what combine needs of it goes to the call's own memory. Lane k has pick k's id and weight, and gets
+// its place; of compact rows lane 0. `target` is the record's row among those of this rank at the owner.
+__device__ __forceinline__ Place take_rows(const Args& a, const Offsets& f, i64 record, int id, float weight, int target,
+                                           u32 ranks, int lane) {
+  const bool has = lane < a.top_k, mine = id >= 0 and owner(a, id) == a.rank;
+  const int local = mine ? id - int(a.rank * a.local_experts) : -1;
+  if (lane == 0) reinterpret_cast<int*>(a.target)[record] = __popc(ranks & below(int(a.rank))) * int(a.max_tokens) + target;
   int* counts = reinterpret_cast<int*>(a.counts);
   i64 pick = record * a.top_k + lane;
   if (not a.masked) {
-    if (lane == 0) bulk_store(a.rows + record * f.row, stage.at, f.row);
     if (has) {
       reinterpret_cast<int*>(a.out_ids)[pick] = local;
       reinterpret_cast<float*>(a.out_weights)[pick] = mine ? weight : 0.f;
     }
     if (mine) atomicAdd(counts + local, 1);
-    for (int g = lane; g < f.words; g += 32)
-      reinterpret_cast<u32*>(a.scales)[record * f.words + g] = stage.get<u32>(f.scales + 4 * g);
-    return;
+    return {lane == 0 ? 0 : -1, int(record)};
   }
   // A pick that repeats an earlier one takes no row; its weight joins the first one's.
   u32 same = __match_any_sync(kFullWarp, local);
   int capacity = int(a.ranks * a.max_tokens), at = 0;
   bool first = mine and __ffs(same) - 1 == lane;
-  if (first) {
-    at = a.ordered ? reinterpret_cast<const int*>(a.position)[pick] - local * capacity : atomicAdd(counts + local, 1);
-    bulk_store(a.rows + (i64(local) * capacity + at) * f.row, stage.at, f.row);
-  }
+  if (first) at = a.ordered ? reinterpret_cast<const int*>(a.position)[pick] - local * capacity : atomicAdd(counts + local, 1);
   float sum = 0.f;
   for (int k = 0; k < a.top_k; ++k) {
     float w = __shfl_sync(kFullWarp, weight, k);
@@ -447,11 +467,25 @@ __device__ __forceinline__ void place(const Args& a, const Offsets& f, const Sta
     reinterpret_cast<int*>(a.position)[pick] = first ? local * capacity + at : -1;
     reinterpret_cast<float*>(a.pick_weight)[pick] = sum;
   }
-  i64 column = i64(local) * f.words * a.scale_stride + at;
-  for (u32 left = f.words != 0 ? __ballot_sync(kFullWarp, first) : 0; left != 0; left &= left - 1) {
-    i64 to = __shfl_sync(kFullWarp, column, __ffs(left) - 1);
+  return {first ? local : -1, at};
+}
+
+// The record in the stage.
+template <bool kRails>
+__device__ __forceinline__ void place(const Args& a, const Offsets& f, const Stage& stage, i64 record, int lane) {
+  bool has = lane < a.top_k;
+  int id = has ? stage.get<int>(f.ids + 4 * lane) : -1;
+  float weight = has ? stage.get<float>(f.weights + 4 * lane) : 0.f;
+  u32 ranks = __reduce_or_sync(kFullWarp, id >= 0 ? 1u << owner(a, id) : 0);
+  if (kRails) ranks &= node_ranks(a, own_node(a));   // answers go to the relay, which has a row a slot
+  int target = kRails ? stage.get<int>(f.weights + 4 * int(a.top_k)) : stage.get<int>(f.source) % int(a.max_tokens);
+  Place to = take_rows(a, f, record, id, weight, target, ranks, lane);
+  if (to.local >= 0) bulk_store(row_at(a, f, to), stage.at, f.row);
+  for (u32 left = f.words != 0 ? __ballot_sync(kFullWarp, to.local >= 0) : 0; left != 0; left &= left - 1) {
+    const int from = __ffs(left) - 1;
+    const u64 scales = scales_at(a, f, {__shfl_sync(kFullWarp, to.local, from), __shfl_sync(kFullWarp, to.at, from)});
     for (int g = lane; g < f.words; g += 32)
-      reinterpret_cast<u32*>(a.scales)[to + g * a.scale_stride] = stage.get<u32>(f.scales + 4 * g);
+      reinterpret_cast<u32*>(scales)[g * (a.masked ? a.scale_stride : 1)] = stage.get<u32>(f.scales + 4 * g);
   }
 }
 
@@ -503,6 +537,16 @@ __device__ __forceinline__ void take_channel(const Args& a, Shared& sh, Stage& s
   for (int k = member; k < count; k += members) take<kRails>(a, sh, stage, source, slot + k, row + k, lane);
 }
 
+// Nobody knows the number of rows, so the ids behind the last one must say that there is nothing.
+__device__ __forceinline__ void fill_ids(const Args& a, int rows, int warp, int lane) {
+  const int warps = int(a.receivers);
+  i64 first = i64(rows) * a.top_k, last = a.ranks * a.max_tokens * a.top_k;
+  for (i64 i = first + (i64(blockIdx.x) * warps + warp) * 32 + lane; i < last; i += i64(gridDim.x) * warps * 32) {
+    reinterpret_cast<int*>(a.out_ids)[i] = -1;
+    reinterpret_cast<float*>(a.out_weights)[i] = 0.f;
+  }
+}
+
 template <bool kPlanned, bool kRails>
 __device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage, int warp, int lane) {
   const int warps = int(a.receivers), groups = min(int(a.ranks), warps);
@@ -517,14 +561,8 @@ __device__ __forceinline__ bool receive(const Args& a, Shared& sh, Stage& stage,
       }
     }
   }
-  if (a.fill) {   // nobody knows the number of rows, so the ids behind the last one must say that there is nothing
-    int rows = kPlanned ? reinterpret_cast<const int*>(a.plan)[plan_row(a.ranks - 1, kChannels)] : sh.base[a.ranks];
-    i64 first = i64(rows) * a.top_k, last = a.ranks * a.max_tokens * a.top_k;
-    for (i64 i = first + (i64(blockIdx.x) * warps + warp) * 32 + lane; i < last; i += i64(gridDim.x) * warps * 32) {
-      reinterpret_cast<int*>(a.out_ids)[i] = -1;
-      reinterpret_cast<float*>(a.out_weights)[i] = 0.f;
-    }
-  }
+  if (a.fill)
+    fill_ids(a, kPlanned ? reinterpret_cast<const int*>(a.plan)[plan_row(a.ranks - 1, kChannels)] : sh.base[a.ranks], warp, lane);
   return true;
 }
 
@@ -535,7 +573,7 @@ template <Phase kPhase, bool kRails>
 __device__ __forceinline__ void run(const Args& a) {
   __shared__ Shared sh;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, planner = blockDim.x / 32 - 1;
-  const bool sends = kPhase == Phase::kSend or (kPhase == Phase::kAny and a.senders != 0);
+  const bool sends = kPhase == Phase::kSend or (kPhase == Phase::kAny and a.senders != 0 and blockIdx.x < a.channels);
   const bool receives = kPhase == Phase::kPlace or (kPhase == Phase::kAny and a.receivers != 0);
   if (threadIdx.x < 32) sh.progress.done[lane] = 0;
   if (kPhase == Phase::kPlace) await_previous();   // ep_await

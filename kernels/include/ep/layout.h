@@ -1,7 +1,7 @@
 // Where everything lies in one rank's symmetric heap. The only C++ place with offsets, for host and device;
 // ep_backend/layout.py is its Python counterpart and tests/core/test_layout.py holds the two equal.
 //
-// heap := abort words | lane 0 | lane 1.   lane := signal words | dispatch payload | combine payload | put staging.
+// heap := abort words | lane 0 | lane 1.   lane := signal words | lines | dispatch payload | combine payload | put staging.
 // Modes share payload memory dispatch with dispatch and combine with combine, inside one lane; signal words alias nothing.
 // All sizes and offsets are bytes in 64 bits unless a name says otherwise.
 #pragma once
@@ -25,6 +25,10 @@ constexpr i64 kRegionAlign = 1024;
 constexpr i64 kRailChannels = 4;      // independent tails of hybrid's rail hop
 constexpr i64 kRingChannels = 24;     // most channels that share a ring of normal, one a thread block (CUDA)
 constexpr i64 kChannels = 128;        // most streams, one a thread block, that a source's records travel in (CUDA)
+constexpr i64 kLineTokens = 512;      // max_tokens of low_latency up to which its records travel as lines (CUDA)
+constexpr i64 kLineBytes = 16;        // three words of a record and a tag
+constexpr i64 kChunkBytes = 512;      // of a record's payload, which share lines with their scales
+constexpr i64 kChunkLines = 44;       // at most: 512 bytes and four scales
 constexpr i64 kCountBits = 24;        // low bits of a signal word; the upper 40 hold the epoch
 constexpr u64 kCountMask = (u64(1) << kCountBits) - 1;
 
@@ -87,6 +91,12 @@ struct Shape {
   EP_HD i64 rank_copies() const { return min_i64(ranks, top_k); }           // most ranks one token can go to
   EP_HD i64 node_copies() const { return min_i64(nodes(), top_k); }
   EP_HD i64 gpu_copies() const { return min_i64(gpus_per_node, top_k); }
+  EP_HD i64 line_slot() const {             // bytes of the widest record as lines; 0: none travel so
+    if (low_latency > kLineTokens or per_expert) return 0;
+    return (ceil_div(record_bytes, kChunkBytes) * kChunkLines + ceil_div(2 * top_k + 1, 3)) * kLineBytes;
+  }
+  EP_HD i64 line_row() const { return line_slot() == 0 ? 0 : ceil_div(combine_bytes, kChunkBytes) * kChunkLines * kLineBytes; }
+  EP_HD i64 line_bytes() const { return low_latency * (ranks * line_slot() + rank_copies() * line_row()); }   // slots, then rows
   EP_HD i64 rail_limit() const { return ceil_div(hybrid, kRailChannels); }  // tokens of one channel
 };
 
@@ -171,7 +181,7 @@ EP_HD ModeBytes normal_bytes(const Shape& s) {
   return {rings * s.ring_slots * s.record_bytes, rings * s.ring_slots * s.combine_bytes};
 }
 
-struct Lane { i64 words, dispatch, combine, staging, bytes; };   // offsets from the lane's start
+struct Lane { i64 words, lines, dispatch, combine, staging, bytes; };   // offsets from the lane's start
 
 EP_HD Lane lane(const Shape& s) {
   ModeBytes d = slot_mode_bytes(s, s.direct, false), h = hybrid_bytes(s), n = normal_bytes(s);
@@ -184,7 +194,8 @@ EP_HD Lane lane(const Shape& s) {
   i64 combine = max_i64(max_i64(d.combine, l.combine), max_i64(h.combine, n.combine));
   Lane a{};
   a.words = 0;
-  a.dispatch = words(s).bytes;
+  a.lines = words(s).bytes;
+  a.dispatch = align_up(a.lines + s.line_bytes(), kRegionAlign);
   a.combine = align_up(a.dispatch + dispatch, kRegionAlign);
   a.staging = align_up(a.combine + combine, kRegionAlign);
   // A put reads from registered memory: its record, and a relay's sums for the other nodes.

@@ -66,6 +66,22 @@ __device__ __forceinline__ void store_vec(void* p, const Vec& r) {
                ::"l"(p), "r"(r.v[0]), "r"(r.v[1]), "r"(r.v[2]), "r"(r.v[3]) : "memory");
 }
 
+// A line: one access that no other splits (PTX: .b128 with a scope).
+__device__ __forceinline__ void store_line(u64 p, const Vec& r) {
+  maybe_delay();
+  asm volatile(
+      "{ .reg .b64 lo, hi; .reg .b128 v; mov.b64 lo, {%1,%2}; mov.b64 hi, {%3,%4}; mov.b128 v, {lo,hi};\n"
+      "st.relaxed.sys.global.b128 [%0], v; }" ::"l"(p), "r"(r.v[0]), "r"(r.v[1]), "r"(r.v[2]), "r"(r.v[3]) : "memory");
+}
+__device__ __forceinline__ Vec load_line(u64 p) {
+  Vec r;
+  asm volatile(
+      "{ .reg .b64 lo, hi; .reg .b128 v; ld.relaxed.sys.global.b128 v, [%4];\n"
+      "mov.b128 {lo,hi}, v; mov.b64 {%0,%1}, lo; mov.b64 {%2,%3}, hi; }"
+      : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3]) : "l"(p) : "memory");
+  return r;
+}
+
 // Two bf16, rounded to nearest even.
 __device__ __forceinline__ u32 pack(float lo, float hi) {
   u32 r;

@@ -61,10 +61,24 @@ __device__ __forceinline__ bool failed(const Args& a) {
 
 // Whether this rank or a peer has given up. By one whole warp.
 __device__ __forceinline__ bool given_up(const Args& a, Op op, u64 epoch, int lane) {
-  bool aborted = lane < a.ranks and load_relaxed_sys(own_word(a, 0, lane)) != 0;
-  u32 who = __ballot_sync(kFullWarp, aborted);
+  u64 broken = load_relaxed_sys(&reinterpret_cast<const Control*>(a.control)->failed);   // both under way at once
+  u64 aborted = lane < a.ranks ? load_relaxed_sys(own_word(a, 0, lane)) : 0;
+  u32 who = __ballot_sync(kFullWarp, aborted != 0);
   if (who != 0 and lane == 0) report(a, Fault::kAbort, op, epoch, __ffs(who) - 1, 0, 0);
-  return __any_sync(kFullWarp, who != 0 or failed(a));   // the same in all lanes, whoever fails meanwhile
+  return __any_sync(kFullWarp, who != 0 or broken != 0);   // the same in all lanes, whoever fails meanwhile
+}
+
+// Whether a wait may go on: nobody has given up, nor has it lasted too long.
+__device__ __forceinline__ bool patient(const Args& a, Op op, int peer, u64 epoch, u64 start, u64 expected, u64 seen) {
+  if (failed(a)) return false;
+  for (int r = 0; r < a.ranks; ++r)
+    if (load_relaxed_sys(own_word(a, 0, r)) != 0) {
+      report(a, Fault::kAbort, op, epoch, r, 0, 0);
+      return false;
+    }
+  if (nanoseconds() - start <= u64(a.timeout_ns)) return true;
+  report(a, Fault::kTimeout, op, epoch, peer, expected, seen);
+  return false;
 }
 
 __device__ __noinline__ u64 wait_slow(const Args& a, Op op, int peer, const u64* word, u64 epoch, u64 count) {
@@ -72,17 +86,7 @@ __device__ __noinline__ u64 wait_slow(const Args& a, Op op, int peer, const u64*
   for (int turn = 1;; ++turn) {
     seen = load_acquire_sys(word);
     if (reached(seen, epoch, count)) break;
-    if (turn % 64 != 0) continue;
-    if (failed(a)) return 0;
-    for (int r = 0; r < a.ranks; ++r)
-      if (load_relaxed_sys(own_word(a, 0, r)) != 0) {
-        report(a, Fault::kAbort, op, epoch, r, 0, 0);
-        return 0;
-      }
-    if (nanoseconds() - start > u64(a.timeout_ns)) {
-      report(a, Fault::kTimeout, op, epoch, peer, signal_word(epoch, count), seen);
-      return 0;
-    }
+    if (turn % 64 == 0 and not patient(a, op, peer, epoch, start, signal_word(epoch, count), seen)) return 0;
   }
   return seen;
 }
@@ -93,17 +97,20 @@ __device__ __forceinline__ u64 wait_word(const Args& a, Op op, int peer, i64 arr
   return reached(seen, epoch, count) ? seen : wait_slow(a, op, peer, word, epoch, count);
 }
 
-// The lane's epoch; the last block of combine's last kernel to have read it ends the round. By one thread of a block.
-__device__ __forceinline__ u64 read_epoch(const Args& a) {
+// The last block of combine's last kernel to have read the lane's epoch ends the round. By one thread of a block.
+__device__ __forceinline__ void count_reader(const Args& a, u64 epoch) {
+  if (not a.advance) return;
   LaneState* state = reinterpret_cast<LaneState*>(a.state);
-  u64 epoch = load_relaxed_sys(&state->epoch);
-  if (not a.advance) return epoch;
   __threadfence();
   if (atomicAdd(&state->readers, u64(1)) == gridDim.x - 1) {
     state->readers = 0;
     __threadfence();
     store_relaxed_sys(&state->epoch, epoch + 1);
   }
+}
+__device__ __forceinline__ u64 read_epoch(const Args& a) {
+  u64 epoch = load_relaxed_sys(&reinterpret_cast<LaneState*>(a.state)->epoch);
+  count_reader(a, epoch);
   return epoch;
 }
 

@@ -60,17 +60,9 @@ __device__ __forceinline__ bool wait_puts(const Args& a, Op op, int peer, i64 ar
       fence_async();
       return true;
     }
-    if (turn % 64 != 0) continue;
-    if (failed(a)) return false;
-    for (int r = 0; r < a.ranks; ++r)
-      if (load_relaxed_sys(own_word(a, 0, r)) != 0) {
-        report(a, Fault::kAbort, op, epoch, r, 0, 0);
-        return false;
-      }
-    if (nanoseconds() - start > u64(a.timeout_ns)) {
-      report(a, Fault::kTimeout, op, epoch, peer, signal_word(epoch, count & kCountMask), signal_word(epoch, seen & kCountMask));
+    if (turn % 64 == 0 and not patient(a, op, peer, epoch, start, signal_word(epoch, count & kCountMask),
+                                       signal_word(epoch, seen & kCountMask)))
       return false;
-    }
   }
 }
 

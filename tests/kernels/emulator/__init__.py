@@ -29,7 +29,9 @@ HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[2] / "kernels"
 MULTIPROCESSORS = 3  # blocks are threads of this machine
 # Kernels that wait for peers, combine if it sums: their blocks are resident together. Others need not be.
-WAITING = {f"ep_{name}" for name in ("dispatch", "await", "forward", "relay_sum", "rail_sum", "expert_await", "expert_sum")}
+WAITING = {
+    f"ep_{name}" for name in ("dispatch", "lines", "await", "forward", "relay_sum", "rail_sum", "expert_await", "expert_sum")
+}
 WAITING |= {f"ep_ring_{name}" for name in ("count", "dispatch", "combine")}
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE")
 
@@ -106,7 +108,7 @@ class Kernel:
 
     def _run(self, how: Launch, args: ctypes.Array[ctypes.c_char], stream: int) -> None:
         Kernel.launches += 1
-        waits = self.name in WAITING or (self.name == "ep_combine" and how.roles.receivers > 0)
+        waits = self.name in WAITING or (self.name in ("ep_combine", "ep_sums") and how.roles.receivers > 0)
         rest = how.blocks, 32 * how.warps, self._seed + Kernel.launches, stream, int(not waits and Kernel.launches % 2)
         if stream == 0:
             self._launch(self._entry, args, *rest)

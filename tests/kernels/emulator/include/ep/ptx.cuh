@@ -1,5 +1,7 @@
 // Stands in for kernels/include/ep/ptx.cuh: the same names over simt.h.
 #pragma once
+#include <emmintrin.h>
+
 #include "ep/layout.h"
 #include "simt.h"
 
@@ -38,6 +40,19 @@ inline bool barrier_and(int id, int threads, bool ok) { return simt::sync_some_a
 inline void store_vec(void* p, const Vec& r) {
   if (reinterpret_cast<uintptr_t>(p) % 16) simt::misaligned();
   memcpy(p, &r, sizeof r);
+}
+// An aligned vector move is a single access on the CPUs that this runs on.
+inline void store_line(u64 p, const Vec& r) {
+  if (p % 16) simt::misaligned();
+  simt::maybe_delay();
+  _mm_store_si128(reinterpret_cast<__m128i*>(p), _mm_loadu_si128(reinterpret_cast<const __m128i*>(&r)));
+}
+inline Vec load_line(u64 p) {
+  simt::pass();
+  __atomic_signal_fence(__ATOMIC_SEQ_CST);   // loaded anew each time
+  Vec r;
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(&r), _mm_load_si128(reinterpret_cast<const __m128i*>(p)));
+  return r;
 }
 inline void allow_next() {}
 inline void await_previous() {}
