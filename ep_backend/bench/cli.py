@@ -103,9 +103,14 @@ def run(
             if ended is None:
                 break
             if len(lines) == len(done):  # they ended without a word on the case
-                text = f"{ended}: {log.read_text(errors='replace')[-1500:]}"
+                text = f"{ended}: {_said_by_ranks(log.read_text(errors='replace'))[-1500:]}"
                 _keep({**left[0].as_dict(), "ranks": ranks, "error": text, **options["facts"]}, lines, output)
     return lines
+
+
+def _said_by_ranks(log: str) -> str:
+    """Without what torchrun adds about a rank that failed."""
+    return log.partition("failed (exitcode")[0]
 
 
 def _start(

@@ -20,7 +20,8 @@ from ep_backend.layout import Payload
 
 MAX_RANKS = 32
 MOST_WARPS = 32  # of a block
-STAGE_BYTES = 224 << 10  # shared memory that a block's warps share for bulk copies
+SHARED_BYTES = 227 << 10  # that a block may have, on sm_90 and sm_100
+STAGE_BYTES = 224 << 10  # of which a block's warps share for bulk copies, where the kernel leaves so much
 IMAGE_KERNELS = {
     "dispatch": ("dispatch", "send", "lines", "await", "order", "place"),
     "combine": ("combine", "sums"),
@@ -145,8 +146,10 @@ class Kernel:
         function = check(api.cuKernelGetFunction(check(api.cuLibraryGetKernel(library, name.encode()))))
         check(api.cuFuncLoad(function))  # at its first launch, loading could wait for a kernel that waits for peers
         same_arguments(name, api.cuFuncGetParamInfo(function, 0))
-        attribute = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        check(api.cuFuncSetAttribute(function, attribute, STAGE_BYTES))
+        of = api.CUfunction_attribute
+        static = check(api.cuFuncGetAttribute(of.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
+        room = min(STAGE_BYTES, SHARED_BYTES - static)
+        check(api.cuFuncSetAttribute(function, of.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, room))
         self._function = ctypes.c_void_p(int(function))
         self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
 
