@@ -157,6 +157,7 @@ struct Forwarding {
       if (lane != node) return;
       to = gpus << node * int(a.gpus);
       went(a, node, channel)[in.done] = gpus;
+      if (gpus == 0) ++in.done;   // none: not a record, and the buffer has failed somewhere
       return;
     }
     stage.load(from, f.bytes, lane);
@@ -486,7 +487,9 @@ extern "C" __global__ void __launch_bounds__(ep::kRingThreads, 1) ep_ring_dispat
     } else if (warp == senders) {
       const Route to = route(a, lane);
       End ring = tokens_to(a, to, channel, lane);
-      ok = follow_tokens(a, sh.epoch, ring, to, mine, before, lane, [&] { return sh.progress.complete(senders, lane); });
+      ok = follow_tokens(a, sh.epoch, ring, to, mine, before, lane, [&] {
+        return together(lane < senders ? load_acquire_cta(&sh.progress.done[lane]) : 0, senders, lane, lane < senders);
+      });
       add_written(a, Op::kDispatch, to.peer, ring.done, sh.f.bytes, false);
       before += mine.last - mine.first;
     } else if (warp < receive_from) {
@@ -591,9 +594,8 @@ extern "C" __global__ void __launch_bounds__(ep::kRingThreads, 1) ep_ring_combin
       const Summing g = summing(a, lane);
       End ring = sums_of(a, r, channel, lane);
       ok = follow_tokens(a, sh.epoch, ring, r, mine, before, lane, [&] {
-        u32 reach = g.group < g.groups ? load_acquire_cta(&sh.progress.done[lane]) * g.groups + g.group : ~0u;
-        __syncwarp();   // what one lane acquired, all lanes pass on
-        return __reduce_min_sync(kFullWarp, reach);
+        const bool sums = g.group < g.groups;
+        return together(sums ? load_acquire_cta(&sh.progress.done[lane]) : 0, g.groups, g.group, sums);
       });
       before += mine.last - mine.first;
     }

@@ -44,7 +44,8 @@ def test_images_compile_and_the_hot_ones_are_lean(
     }
     for k in hot:
         assert k["spill_bytes"] == 0 and k["stack_bytes"] == 0, k
-        assert 0 < k["registers"] <= 64, "a block of 1024 threads has 64 registers a thread"
+        most = 72 if k["kernel"] in ("ep_ring_dispatch", "ep_ring_combine") else 64
+        assert 0 < k["registers"] <= most, "a block of 1024 threads has 64 registers a thread, one of 896 has 72"
     assert "registers" in capsys.readouterr().out
     for p in paths:
         if p.suffix == ".cubin":

@@ -21,6 +21,8 @@ __device__ __forceinline__ u32 line_tag(u64 epoch) { return u32(epoch) << 1 | 1;
 
 constexpr int kLineStage = 3 * 4 * int(kChunkLines);   // bytes of a chunk's words in shared memory
 
+constexpr int kClearBits = 16;   // 2^16 rounds clear the same slot, and 2^30 all of them: at most 32 ranks x 512 tokens
+
 // The block's first trouble. It is reported when all warps have ended: a call amid a wait would cost registers.
 struct Trouble {
   u32 any;
@@ -40,7 +42,7 @@ __device__ __forceinline__ bool patient_warp(const Args& a, Trouble& t, int peer
   const u64 broken = load_relaxed_sys(&reinterpret_cast<const Control*>(a.control)->failed);   // both under way at once
   const u64 aborted = lane < a.ranks ? load_relaxed_sys(own_word(a, 0, lane)) : 0;
   const u32 who = __ballot_sync(kFullWarp, aborted != 0);
-  const bool late = nanoseconds() - start > u64(a.timeout_ns);
+  const bool late = __any_sync(kFullWarp, nanoseconds() - start > u64(a.timeout_ns));   // lanes read clocks apart
   if (lane == 0 and who != 0) note(t, Fault::kAbort, __ffs(who) - 1, 0, 0);
   if (lane == 0 and who == 0 and late and broken == 0) note(t, Fault::kTimeout, peer, expected, seen);
   return not __any_sync(kFullWarp, who != 0 or broken != 0 or late or load_acquire_cta(&t.any) != 0);

@@ -146,7 +146,7 @@ __device__ __forceinline__ bool await_returned(const Args& a, SumShared& sh, int
 
 // As dispatch clears slots: a row of lines that the round does not use.
 __device__ __forceinline__ void clear_row(const Args& a, u64 epoch, int lane) {
-  const int copies = int(min_i64(a.ranks, a.top_k)), index = int(epoch % u64(copies * a.max_tokens));
+  const int copies = int(min_i64(a.ranks, a.top_k)), index = int((epoch >> kClearBits) % u64(copies * a.max_tokens));
   const int copy = index / int(a.max_tokens);
   if (copy < __popc(went_to(a, index - copy * int(a.max_tokens), lane))) return;
   const u64 at = line_row(a, int(a.rank), index);

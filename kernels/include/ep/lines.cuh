@@ -147,11 +147,11 @@ __device__ __forceinline__ int await_source(const Args& a, Shared& sh, LineShare
 #pragma unroll
     for (int j = 0; j < kLaneChannels; ++j)
       here = here and (lane * kLaneChannels + j >= intent_channels(intent) or reached(word[j], sh.epoch, 0));
-    if (reached(intent, sh.epoch, 0) and (intent & kSignatureMask) != u64(a.signature)) {
-      if (lane == 0) note(ls.trouble, Fault::kDisagree, source, a.signature, intent & kSignatureMask);
-      ok = false;
+    if (reached(intent, sh.epoch, 0) and (intent & kSignatureMask) != u64(a.signature)) ok = false;
+    if (const u32 wrong = __ballot_sync(kFullWarp, not ok)) {   // lanes may see the word apart
+      if (lane == __ffs(wrong) - 1) note(ls.trouble, Fault::kDisagree, source, a.signature, intent & kSignatureMask);
+      return -1;
     }
-    if (__any_sync(kFullWarp, not ok)) return -1;
     if (__all_sync(kFullWarp, here)) break;
     if (turn % 64 == 0 and not patient_warp(a, ls.trouble, source, start, signal_word(sh.epoch, 0),
                                             reached(intent, sh.epoch, 0) ? chunk : intent, lane))
@@ -270,9 +270,10 @@ __device__ __forceinline__ bool receive_lines(const Args& a, Shared& sh, LineSha
   return ok;
 }
 
-// A line that nobody writes for 2^31 rounds would pass for one of this round, so every round clears what it leaves of one slot.
+// A line that nobody writes for 2^31 rounds would pass for one of this round, so every round clears what it leaves of one slot: the
+// same for many rounds, for those of other modes clear none.
 __device__ __forceinline__ void clear_slot(const Args& a, const Shared& sh, const Chunks& c, const int* table, int lane) {
-  const int index = int(sh.epoch % u64(a.ranks * a.max_tokens)), source = index / int(a.max_tokens);
+  const int index = int((sh.epoch >> kClearBits) % u64(a.ranks * a.max_tokens)), source = index / int(a.max_tokens);
   const int slot = index - source * int(a.max_tokens), chunk = max(1, sh.chunk[source]), channel = slot / chunk;
   const int* row = table + plan_row(source, channel < kChannels ? channel : 0);
   const bool used = channel < sh.channels[source] and slot - channel * chunk < row[1] - row[0];

@@ -121,10 +121,21 @@ struct Taken {
   }
   __device__ __forceinline__ u32 complete(int stream, int shares) const {   // units from the first on
     u32 reach = ~0u;
-    for (int m = 0; m < shares; ++m) reach = min(reach, load_acquire_cta(&done[stream * shares + m]) * shares + m);
+    for (int m = 0; m < shares; ++m) {
+      const u32 units = load_acquire_cta(&done[stream * shares + m]);
+      if (units >= Progress::kAll) return Progress::kAll;   // one that gave up ends it, however far others are
+      reach = min(reach, units * shares + m);
+    }
     return reach;
   }
 };
+
+// The same of warps that take turns at one sequence of units; `mine`: what this lane's warp has done, 0 of warps that are none.
+__device__ __forceinline__ u32 together(u32 mine, int shares, int member, bool takes_part) {
+  __syncwarp();   // what one lane acquired, all lanes pass on
+  if (__any_sync(kFullWarp, mine >= Progress::kAll)) return Progress::kAll;
+  return __reduce_min_sync(kFullWarp, takes_part ? mine * shares + member : ~0u);
+}
 
 // What one end does not say yet is less than half of a channel's slots, so that the two ends of a ring never wait for each
 // other's word, and a ring of one slot works too.

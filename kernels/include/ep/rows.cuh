@@ -69,15 +69,11 @@ __device__ __forceinline__ void send_back(const Args& a, Stage& stage, u64 to, i
   sum_rows(stage, to, run, __ballot_sync(kFullWarp, row >= 0), a.y + row * row_bytes, weight, lane);
 }
 
-// All threads of a block; bf16 and e4m3 alike read all ones as NaN. `blocks` of the grid share the work: all for what a dispatch
-// returns, which may be large and whose combine is poisoned anyway; one for sums, for other blocks may have ended well.
-__device__ __noinline__ void fill_nan(u64 to, i64 bytes, int blocks) {
+// All threads of a block; bf16 and e4m3 alike read all ones as NaN. A block that failed fills everything: others may have ended well.
+__device__ __noinline__ void poison_rows(u64 rows, i64 bytes) {
   Vec nan{{~0u, ~0u, ~0u, ~0u}};
-  i64 step = i64(blocks) * blockDim.x;
-  for (i64 i = i64(blockIdx.x % blocks) * blockDim.x + threadIdx.x; i < bytes / 16; i += step)
-    reinterpret_cast<Vec*>(to)[i] = nan;
+  for (i64 i = threadIdx.x; i < bytes / 16; i += blockDim.x) reinterpret_cast<Vec*>(rows)[i] = nan;
 }
-__device__ __forceinline__ void poison_rows(u64 rows, i64 bytes) { fill_nan(rows, bytes, gridDim.x); }
-__device__ __forceinline__ void poison_sums(const Args& a) { fill_nan(a.out, a.tokens * 2 * a.hidden, 1); }
+__device__ __forceinline__ void poison_sums(const Args& a) { poison_rows(a.out, a.tokens * 2 * a.hidden); }
 
 }  // namespace ep
