@@ -18,7 +18,7 @@ CHANNELS = 128
 LINE_TOKENS = 512
 LINE_BYTES = 16
 CHUNK_BYTES = 512
-CHUNK_LINES = 44
+CHUNK_LINES = 43
 COUNT_BITS = 24
 COUNT_MASK = (1 << COUNT_BITS) - 1
 
@@ -129,19 +129,14 @@ class Shape:
         return min(self.gpus_per_node, self.top_k)
 
     @property
-    def line_slot(self) -> int:
+    def line_row(self) -> int:
         if self.low_latency > LINE_TOKENS or self.per_expert:
             return 0
-        return (ceil_div(self.record_bytes, CHUNK_BYTES) * CHUNK_LINES + ceil_div(2 * self.top_k + 1, 3)) * LINE_BYTES
-
-    @property
-    def line_row(self) -> int:
-        return ceil_div(self.combine_bytes, CHUNK_BYTES) * CHUNK_LINES * LINE_BYTES if self.line_slot else 0
+        return ceil_div(self.combine_bytes, CHUNK_BYTES) * CHUNK_LINES * LINE_BYTES
 
     @property
     def line_bytes(self) -> int:
-        """Slots of dispatch, then rows of combine."""
-        return self.low_latency * (self.ranks * self.line_slot + self.rank_copies * self.line_row)
+        return self.low_latency * self.rank_copies * self.line_row
 
     @property
     def rail_limit(self) -> int:

@@ -5,7 +5,6 @@
 // receiving warps share a block, or run one after the other, or in two launches with the caller's work in between.
 // Rows pass through shared memory by bulk copies, which keeps many bytes in flight with few warps.
 #include "ep/dispatch.cuh"
-#include "ep/lines.cuh"
 
 extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_dispatch(const __grid_constant__ ep::Args a) {
   ep::run<ep::Phase::kAny, false>(a);
@@ -16,8 +15,6 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_send(const __gr
 extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_place(const __grid_constant__ ep::Args a) {
   ep::run<ep::Phase::kPlace, false>(a);
 }
-
-extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_lines(const __grid_constant__ ep::Args a) { ep::run_lines(a); }
 
 // Returns once everything of the round has arrived: one block that waits for the peers, a warp for each, so that the kernel
 // behind it can place records on all multiprocessors and waits for nobody.

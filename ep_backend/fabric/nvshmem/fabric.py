@@ -146,8 +146,6 @@ class NvshmemFabric:
             slots=at + regions.dispatch,
             slot_segment=layout.ring_segment(s, 1) if in_rings else layout.source_segment(s, 1, tokens),
             lines=at + regions.lines,
-            line_slot=s.line_slot,
-            line_area=at + regions.lines + s.ranks * s.low_latency * s.line_slot,
             line_row=s.line_row,
             area=at + regions.combine,
             area_segment=layout.back_segment(s, 1) if in_rings else layout.combine_segment(s, 1, tokens),

@@ -23,7 +23,7 @@ MOST_WARPS = 32  # of a block
 SHARED_BYTES = 227 << 10  # that a block may have, on sm_90 and sm_100
 STAGE_BYTES = 224 << 10  # of which a block's warps share for bulk copies, where the kernel leaves so much
 IMAGE_KERNELS = {
-    "dispatch": ("dispatch", "send", "lines", "await", "order", "place"),
+    "dispatch": ("dispatch", "send", "await", "order", "place"),
     "combine": ("combine", "sums"),
     "hybrid": ("rail_send", "forward", "rail_place", "rail_return", "relay_sum", "rail_sum"),
     "rings": ("ring_count", "ring_dispatch", "ring_order", "ring_place", "ring_combine"),
@@ -38,7 +38,7 @@ LANE = (
     *("lane", "mode", "max_tokens", "state"),
     *("intent", "stream_count", "stream_tail", "stream_returned", "expert_arrival", "returned"),
     *("rail_tail", "rail_total", "relay_returned", "rail_arrived", "rail_rows", "staging", "staged_rows", "puts"),
-    *("slots", "slot_segment", "lines", "line_slot", "line_area", "line_row", "area", "area_segment"),
+    *("slots", "slot_segment", "lines", "line_row", "area", "area_segment"),
     *("gpus", "rail_slots", "rail_segment", "relay_area", "relay_segment", "relay_node"),
     *("rail_count", "ring_tail", "ring_head", "rail_ring_tail", "rail_ring_head"),
     *("back_tail", "back_head", "rail_back_tail", "rail_back_head", "ring_share"),

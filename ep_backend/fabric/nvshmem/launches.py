@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 
 from ep_backend import layout
 from ep_backend.fabric.base import Call
@@ -25,7 +24,6 @@ class Launches:
         self._shape, self._deterministic = shape, deterministic
         self._most_blocks = min(multiprocessors, layout.CHANNELS)
         self._most_waiting = min(multiprocessors // lanes, layout.CHANNELS)
-        self._lines = bool(shape.line_slot) and os.environ.get("EP_TRY_LINES") != "0"
         self._made: dict[tuple[object, ...], tuple[Launch, ...]] = {}
 
     def of(self, op: str, call: Call, *, send: bool, receive: bool) -> tuple[Launch, ...]:
@@ -63,19 +61,17 @@ class Launches:
     def _at_once(self, call: Call) -> bool:
         """One kernel dispatches: it sends, waits and places."""
         serves = call.mode in (Mode.DIRECT, Mode.LOW_LATENCY) and not self.per_expert(call)
-        return serves and not call.split and (self._as_lines(call) or not self.ordered(call))
+        return serves and not call.split and not self.ordered(call)
 
-    def _as_lines(self, call: Call) -> bool:
-        """Records travel as lines, whatever this rank's call is otherwise: all ranks must choose alike."""
-        return call.mode is Mode.LOW_LATENCY and self._lines
+    def _sums_as_lines(self, call: Call) -> bool:
+        """By the buffer and the layout, not by this rank's tokens: all ranks must choose alike."""
+        return call.mode is Mode.LOW_LATENCY and call.layout is Layout.MASKED and self._shape.line_row != 0
 
     def _blocks(self, call: Call, most: int, default: int) -> int:
         return max(1, min(default if call.sms is None else call.sms, most))
 
     def _dispatch(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
         cast, record = casts(call), self._record(call)
-        if self._as_lines(call):
-            return self._line_dispatch(call, send, receive)
         row, step, scales = self._input(call)
         if call.tokens > SMALL and not self.ordered(call):
             # Bulk copies of one multiprocessor reach about 50 GB/s, and the receivers need that: casts read rows themselves.
@@ -107,33 +103,6 @@ class Launches:
         result = [self._send("send", call)] if send else []
         if receive:
             result += self._place("place", call, early=send)
-        return tuple(result)
-
-    def _line_dispatch(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
-        """A group of warps shares a record: each has a chunk of its payload, and one what is behind the payload."""
-        chunks = layout.ceil_div(layout.payload_bytes(call.payload, self._shape.hidden), layout.CHUNK_BYTES)
-        members = min(chunks + 1, 15)
-        groups = 1 if call.tokens <= SMS else 2
-        blocks = self.channels(call)
-        if receive:
-            blocks = self._blocks(call, self._most_waiting, max(call.tokens, SMS))  # other ranks may have more tokens
-        if os.environ.get("EP_TRY_LINES"):
-            groups, most = map(int, os.environ["EP_TRY_LINES"].split(","))
-            blocks = min(blocks, max(most, self.channels(call)))
-        warps, table = members * groups, layout.align_up(4 * self._shape.ranks * (layout.CHANNELS + 1), 128) * receive
-        stage = 12 * layout.CHUNK_LINES
-        roles = Roles(
-            warps * send,
-            receivers=warps * receive,
-            send_stage=stage,
-            receive_stage=stage,
-            receive_at=table,
-            receive_parts=members,
-            receive_groups=groups,
-        )
-        result = [Launch("lines", blocks, warps + 1, roles)]
-        if receive and self.ordered(call):
-            result += self._placing("place", call)
         return tuple(result)
 
     def _send(self, kernel: str, call: Call) -> Launch:
@@ -172,7 +141,7 @@ class Launches:
     def _combine(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
         row, ranks, small = 2 * self._shape.hidden, self._shape.ranks, call.tokens <= SMALL
         masked = call.layout is Layout.MASKED
-        if masked and self._as_lines(call) and os.environ.get("EP_TRY_SUMS") != "0":
+        if self._sums_as_lines(call):
             return self._line_combine(call, send, receive)
         waiting = self._blocks(call, self._most_waiting, SMS)
         # A stage holds one run of every row that is summed.
@@ -181,15 +150,6 @@ class Launches:
         sent = _run(row, 16, parts) * gathered
         shares = layout.ceil_div(row, _room(7168, added))
         summed = _run(row, 16, shares) * added
-        if send and receive and small and "EP_TRY_COMBINE" in os.environ:
-            most, room, share = map(int, os.environ["EP_TRY_COMBINE"].split(","))  # senders, bytes of a run sent and summed
-            parts, shares = layout.ceil_div(row, room), layout.ceil_div(row, share)
-            sent, summed = _run(row, 16, parts) * gathered, _run(row, 16, shares) * added
-            senders = min(most, (STAGE_BYTES - summed) // sent)
-            receivers = min(MOST_WARPS - 1 - senders, (STAGE_BYTES - senders * sent) // summed, 16)
-            roles = Roles(senders, senders + 1, receivers, sent, summed, senders * sent, send_parts=parts, receive_parts=shares)
-            blocks = self._blocks(call, self._most_waiting, max(call.tokens, SMS))  # other ranks may have more tokens
-            return (Launch("combine", blocks, senders + receivers + 1, roles, ends=True),)
         if send and receive and not small:
             senders = 11 if masked else _coprime(min(2 * ranks - 1, 9), ranks)
             senders = min(senders, (STAGE_BYTES - summed) // sent)
@@ -210,11 +170,9 @@ class Launches:
         return tuple(result)
 
     def _line_combine(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
-        warps, blocks = 15 if call.tokens <= SMS else 28, max(call.tokens, SMS)  # other ranks may have more tokens
-        if os.environ.get("EP_TRY_SUMS"):
-            warps, blocks = map(int, os.environ["EP_TRY_SUMS"].split(","))
-        blocks = self._blocks(call, self._most_waiting if receive else self._most_blocks, blocks)
-        stage = 12 * layout.CHUNK_LINES
+        warps, most = 15 if call.tokens <= SMS else 28, self._most_waiting if receive else self._most_blocks
+        blocks = self._blocks(call, most, max(2 * call.tokens, SMS))  # other ranks may have more tokens
+        stage = layout.align_up(12 * layout.CHUNK_LINES, 16)
         roles = Roles(warps * send, receivers=warps * receive, send_stage=stage, receive_stage=stage)
         return (Launch("sums", blocks, warps + 1, roles, ends=receive),)
 

@@ -218,13 +218,13 @@ __device__ __forceinline__ void clear_counts(const Args& a, int lane) {
 }
 
 // By the publishing warp of the first block: what this rank calls, and that its counts are cleared.
-template <bool kRails = false, bool kCleared = false>
+template <bool kRails = false>
 __device__ __forceinline__ void announce(const Args& a, Shared& sh, int lane) {
   Control* control = reinterpret_cast<Control*>(a.control);
   u64 said = u64(a.signature) | u64(a.channels - 1) << kSignatureBits | load_relaxed_sys(&control->proposal) << kProposalBits;
   const bool peer = is_peer<kRails>(a, lane);
   if (peer) tell(a, relays<kRails>(a, lane), lane, a.intent, a.rank, signal_word(sh.epoch, said));
-  if (not kCleared) clear_counts(a, lane);
+  clear_counts(a, lane);
   if (peer) tell_count<kRails>(a, lane, int(kChannels), signal_word(sh.epoch, a.chunk));
   if (lane != 0) return;
   i64 at = stat_mode(a.ranks, a.mode) + kStatRows * a.ranks;

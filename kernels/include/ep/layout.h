@@ -25,10 +25,10 @@ constexpr i64 kRegionAlign = 1024;
 constexpr i64 kRailChannels = 4;      // independent tails of hybrid's rail hop
 constexpr i64 kRingChannels = 24;     // most channels that share a ring of normal, one a thread block (CUDA)
 constexpr i64 kChannels = 128;        // most streams, one a thread block, that a source's records travel in (CUDA)
-constexpr i64 kLineTokens = 512;      // max_tokens of low_latency up to which its records travel as lines (CUDA)
+constexpr i64 kLineTokens = 512;      // max_tokens of low_latency up to which its masked sums travel as lines (CUDA)
 constexpr i64 kLineBytes = 16;        // three words of a record and a tag
-constexpr i64 kChunkBytes = 512;      // of a record's payload, which share lines with their scales
-constexpr i64 kChunkLines = 44;       // at most: 512 bytes and four scales
+constexpr i64 kChunkBytes = 512;      // of a row, which have lines of their own
+constexpr i64 kChunkLines = 43;
 constexpr i64 kCountBits = 24;        // low bits of a signal word; the upper 40 hold the epoch
 constexpr u64 kCountMask = (u64(1) << kCountBits) - 1;
 
@@ -91,12 +91,10 @@ struct Shape {
   EP_HD i64 rank_copies() const { return min_i64(ranks, top_k); }           // most ranks one token can go to
   EP_HD i64 node_copies() const { return min_i64(nodes(), top_k); }
   EP_HD i64 gpu_copies() const { return min_i64(gpus_per_node, top_k); }
-  EP_HD i64 line_slot() const {             // bytes of the widest record as lines; 0: none travel so
-    if (low_latency > kLineTokens or per_expert) return 0;
-    return (ceil_div(record_bytes, kChunkBytes) * kChunkLines + ceil_div(2 * top_k + 1, 3)) * kLineBytes;
+  EP_HD i64 line_row() const {                                              // bytes of a row as lines; 0: none travel so
+    return low_latency > kLineTokens or per_expert ? 0 : ceil_div(combine_bytes, kChunkBytes) * kChunkLines * kLineBytes;
   }
-  EP_HD i64 line_row() const { return line_slot() == 0 ? 0 : ceil_div(combine_bytes, kChunkBytes) * kChunkLines * kLineBytes; }
-  EP_HD i64 line_bytes() const { return low_latency * (ranks * line_slot() + rank_copies() * line_row()); }   // slots, then rows
+  EP_HD i64 line_bytes() const { return low_latency * rank_copies() * line_row(); }
   EP_HD i64 rail_limit() const { return ceil_div(hybrid, kRailChannels); }  // tokens of one channel
 };
 

@@ -19,7 +19,7 @@ constexpr int kChunk = int(kChunkBytes);
 // Never that of a cleared line.
 __device__ __forceinline__ u32 line_tag(u64 epoch) { return u32(epoch) << 1 | 1; }
 
-constexpr int kLineStage = 3 * 4 * int(kChunkLines);   // bytes of a chunk's words in shared memory
+constexpr int kLineStage = int((12 * kChunkLines + 15) / 16 * 16);   // bytes of a chunk's words in shared memory
 
 constexpr int kClearBits = 16;   // 2^16 rounds clear the same slot, and 2^30 all of them: at most 32 ranks x 512 tokens
 

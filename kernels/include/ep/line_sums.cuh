@@ -1,6 +1,6 @@
 // Combine of masked rows by lines (line.cuh): each rank returns its partial sum of a token in chunks, their owner adds them.
 //
-// A rank says `returned` when its combine begins: its dispatch, an earlier kernel, has then read every line of the round, so
+// A rank says `returned` when its combine begins: its dispatch, an earlier kernel, has then read every slot of the round, so
 // that the owner, who waits for the word of all ranks, may write the next round's. A row of lines is written again after the
 // owner's next dispatch, a later kernel than the one that reads the row here.
 #pragma once
@@ -18,7 +18,7 @@ struct SumShared {
   Trouble trouble;
 };
 
-__device__ __forceinline__ u64 line_row(const Args& a, int rank, i64 row) { return a.heap[rank] + a.line_area + row * a.line_row; }
+__device__ __forceinline__ u64 line_row(const Args& a, int rank, i64 row) { return a.heap[rank] + a.lines + row * a.line_row; }
 __device__ __forceinline__ int sum_parts(const Args& a) { return (2 * int(a.hidden) + kChunk - 1) / kChunk; }
 
 // What is known of a received record: lane k has pick k's masked row, or -1, and its weight.
