@@ -429,12 +429,14 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_count(cons
   __shared__ Counts counts;
   const int source = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool repeats = a.signature & kRepeats;
+  pass(10);
   start(a, sh, Op::kDispatch);
   if (sh.stopped) return;
   __syncthreads();
   if (source == 0 and blockIdx.x == 0) announce(a, sh, lane);
   for (int channel = blockIdx.x; not repeats and channel < a.channels; channel += gridDim.x)
     count_channel(a, counts, sh.epoch, channel, source, lane);
+  pass(11);
   if (blockIdx.x != 0) return;
   if (source == 0) {
     bool ok = await_intents(a, sh, lane);
@@ -448,6 +450,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_count(cons
   }
   int row[kLaneChannels], total = source < a.ranks ? await_counts(a, sh, source, row, lane) : 0;
   if (lane == 0 and source < a.ranks) sh.base[source] = total;
+  pass(12);
   bool ok = __syncthreads_and(total >= 0);
   int base = 0, all = 0;
   for (int s = 0; s < a.ranks; ++s) {
@@ -472,7 +475,9 @@ extern "C" __global__ void __launch_bounds__(ep::kRingThreads, 1) ep_ring_dispat
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int senders = int(a.senders), receive_from = int(a.receive_from), receivers = int(a.receivers);
   if (threadIdx.x < 32) sh.progress.done[lane] = taken.done[lane] = 0;
+  pass(0);
   start(a, sh, Op::kDispatch);
+  pass(1);
   Stage stage{stage_memory + (warp < senders ? warp * a.send_stage : a.receive_at + (warp - receive_from) * a.receive_stage),
               &sh.bars[warp]};
   const Turn turn = turns(receivers, int(a.ranks), warp - receive_from, lane);
@@ -503,6 +508,7 @@ extern "C" __global__ void __launch_bounds__(ep::kRingThreads, 1) ep_ring_dispat
       before += all;
     }
   }
+  pass(2);
   if (not __syncthreads_and(ok)) {   // nothing that was not received may look like data
     poison_rows(a.rows, (a.masked ? a.local_experts : 1) * a.capacity * sh.f.row);
   } else if (a.fill) {   // the ids behind the last row say that there is nothing
@@ -564,7 +570,9 @@ extern "C" __global__ void __launch_bounds__(ep::kRingThreads, 1) ep_ring_combin
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int senders = int(a.senders), receive_from = int(a.receive_from), receivers = int(a.receivers);
   if (threadIdx.x < 32) sh.progress.done[lane] = taken.done[lane] = 0;
+  pass(0);
   start(a, sh, Op::kCombine);
+  pass(1);
   Stage stage{stage_memory + (warp < receive_from ? (warp - (warp > senders)) * a.send_stage
                                                   : a.receive_at + (warp - receive_from) * a.receive_stage),
               &sh.bars[warp]};
@@ -600,6 +608,7 @@ extern "C" __global__ void __launch_bounds__(ep::kRingThreads, 1) ep_ring_combin
       before += mine.last - mine.first;
     }
   }
+  pass(2);
   ok = __syncthreads_and(ok);
   if (warp == 0 and ok) ok = end_round(a, sh, lane);
   if (not __syncthreads_and(ok)) poison_sums(a);

@@ -222,10 +222,11 @@ template <bool kRails = false>
 __device__ __forceinline__ void announce(const Args& a, Shared& sh, int lane) {
   Control* control = reinterpret_cast<Control*>(a.control);
   u64 said = u64(a.signature) | u64(a.channels - 1) << kSignatureBits | load_relaxed_sys(&control->proposal) << kProposalBits;
-  const bool peer = is_peer<kRails>(a, lane);
-  if (peer) tell(a, relays<kRails>(a, lane), lane, a.intent, a.rank, signal_word(sh.epoch, said));
-  clear_counts(a, lane);
-  if (peer) tell_count<kRails>(a, lane, int(kChannels), signal_word(sh.epoch, a.chunk));
+  clear_counts(a, lane);   // before anything is told: its fence would wait until that has arrived
+  if (is_peer<kRails>(a, lane)) {
+    tell(a, relays<kRails>(a, lane), lane, a.intent, a.rank, signal_word(sh.epoch, said));
+    tell_count<kRails>(a, lane, int(kChannels), signal_word(sh.epoch, a.chunk));
+  }
   if (lane != 0) return;
   i64 at = stat_mode(a.ranks, a.mode) + kStatRows * a.ranks;
   add_stat(a, at, 1);
@@ -235,19 +236,17 @@ __device__ __forceinline__ void announce(const Args& a, Shared& sh, int lane) {
   control->epoch = sh.epoch;
 }
 
-// Tells every rank how much this block writes, then how far it has come. One warp, lane r for rank r.
+// Tells every rank how much this block writes, then how far it has come. One warp, lane r for rank r. `to`: where the first 32 tokens go.
 template <bool kRails>
-__device__ __forceinline__ void publish(const Args& a, Shared& sh, Range mine, int lane) {
+__device__ __forceinline__ void publish(const Args& a, Shared& sh, Range mine, u32 to, int lane) {
   const int workers = int(a.senders), parts = int(a.send_parts), tokens = mine.last - mine.first;
   const bool peer = is_peer<kRails>(a, lane);
-  u32 to = 0;
-  int count = 0, published = 0, base = 0;
-  for (int first = mine.first; first < mine.last; first += 32) {
-    u32 block = block_of_tokens<kRails>(a, first, mine.last, lane);
-    if (first == mine.first) to = block;
-    count += __popc(block);
-  }
+  if (kRails) to = block_of_tokens<true>(a, mine.first, mine.last, lane);
+  int count = __popc(to), published = 0, base = 0;
+  for (int first = mine.first + 32; first < mine.last; first += 32)
+    count += __popc(block_of_tokens<kRails>(a, first, mine.last, lane));
   if (peer) tell_count<kRails>(a, lane, blockIdx.x, signal_word(sh.epoch, count));
+  pass(2);
   if (kRailPut and peer and relays<kRails>(a, lane))
     atomicAdd(puts(a, put_expected(a.ranks / a.gpus, node_of(a, lane))), u64(count));
   for (int block = 0;;) {   // tokens of the channel before the 32 that `to` describes
@@ -263,6 +262,7 @@ __device__ __forceinline__ void publish(const Args& a, Shared& sh, Range mine, i
     published = complete;
     if (complete == tokens) break;
   }
+  pass(3);
   if (peer and count != 0) {
     i64 at = stat_mode(a.ranks, a.mode) + lane;
     add_stat(a, at, count);
@@ -291,16 +291,16 @@ __device__ __forceinline__ void put_record(const Args& a, const Offsets& f, u32 
 
 // kAhead: the words beside the payload are asked for ahead of it, which takes registers.
 template <bool kAhead, bool kRails>
-__device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Range mine, int warp, int lane) {
+__device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Range mine, u32 to, int warp, int lane) {
   const Offsets& f = sh.f;
   int workers = int(a.senders), parts = int(a.send_parts);
-  if (warp == workers) return publish<kRails>(a, sh, mine, lane);
+  if (warp == workers) return publish<kRails>(a, sh, mine, to, lane);
 
   int slot = mine.first, near_slot = mine.first;   // and, for hybrid's second hop, among the tokens that have ranks in this node
   u64 own = is_peer<kRails>(a, lane) ? first_slot<kRails>(a, lane) : 0;
   int unit = warp, done = 0;
   for (int first = mine.first; first < mine.last; first += 32) {
-    u32 to = block_of_tokens<kRails>(a, first, mine.last, lane);
+    if (kRails or first != mine.first) to = block_of_tokens<kRails>(a, first, mine.last, lane);
     u32 near = kRails ? __reduce_or_sync(kFullWarp, relays<true>(a, lane) ? 0 : to) : 0;
     int stop = (min(first + 32, mine.last) - mine.first) * parts;
     for (; unit < stop; unit += workers) {
@@ -315,6 +315,7 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Ra
       u32 early = kAhead and part == 0 ? pick_word(a, first + i, lane, relay_slot) : 0;
       Range run = input_run(a, f, part);
       if (a.staged) stage.await();
+      pass(4);
       if (a.cast) {
         u64 row = input_row(a, f, first + i) + run.first;
         const int bytes = run.last - run.first;
@@ -325,6 +326,7 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Ra
         bulk_commit();
         bulk_await_stored();
       }
+      pass(5);
       if (not kAhead and part == 0) early = pick_word(a, first + i, lane, relay_slot);
       if (part == 0) send_picks(a, t, f, sh.epoch, first + i, early, lane, relay_slot);
       if (kRails and kRailPut) put_record(a, f, far, slot_there, first + i, lane);
@@ -493,6 +495,7 @@ template <bool kRails>
 __device__ __forceinline__ void take(const Args& a, Shared& sh, Stage& stage, int source, int slot, int record, int lane) {
   stage.load(segment(a, int(a.rank), source) + i64(slot) * sh.f.bytes, sh.f.bytes, lane);
   stage.await();
+  pass(9);
   place<kRails>(a, sh.f, stage, record, lane);
   bulk_commit();
   bulk_await_read();
@@ -521,7 +524,9 @@ __device__ __forceinline__ bool receive_channel(const Args& a, Shared& sh, Stage
       if (not __all_sync(kFullWarp, tail != 0)) return false;
       arrived = int(__shfl_sync(kFullWarp, u32(signal_count(tail)), 0));
     }
+    pass(8);
     take<false>(a, sh, stage, source, slot + k, row + k, lane);
+    pass(10);
   }
   return true;
 }
@@ -575,6 +580,10 @@ __device__ __forceinline__ void run(const Args& a) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, planner = blockDim.x / 32 - 1;
   const bool sends = kPhase == Phase::kSend or (kPhase == Phase::kAny and a.senders != 0 and blockIdx.x < a.channels);
   const bool receives = kPhase == Phase::kPlace or (kPhase == Phase::kAny and a.receivers != 0);
+  pass(0);
+  const Range mine = channel_tokens(a, blockIdx.x);
+  u32 to = 0;   // where the first tokens go, asked for before anything else; rails have no registers for it
+  if (not kRails and sends and warp <= a.senders) to = block_of_tokens<false>(a, mine.first, mine.last, lane);
   if (threadIdx.x < 32) sh.progress.done[lane] = 0;
   if (kPhase == Phase::kPlace) await_previous();   // ep_await
   if (warp == planner) {
@@ -593,26 +602,29 @@ __device__ __forceinline__ void run(const Args& a) {
   }
   __syncthreads();
   if (not receives) allow_next();
+  pass(1);
   if (not sh.stopped) {
     Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
-    Range mine = channel_tokens(a, blockIdx.x);
     if (sends) {
       if (warp < a.senders) fetch(a, sh.f, stage, mine, warp, lane);
       if (blockIdx.x == 0 and warp == a.senders) announce<kRails>(a, sh, lane);
-      if (warp <= a.senders) send<kPhase == Phase::kSend, kRails>(a, sh, stage, mine, warp, lane);
+      if (warp <= a.senders) send<kPhase == Phase::kSend, kRails>(a, sh, stage, mine, to, warp, lane);
     }
     if (receives) {
       const int receiver = warp - int(a.receive_from);
       const bool takes = receiver >= 0 and receiver < a.receivers, plans = kPhase == Phase::kAny and warp == planner;
       bool ok = not plans or make_plan(a, sh, lane);
+      if (plans) pass(6);
       if (kPhase == Phase::kAny and (takes or plans))
         ok = barrier_and(kReceiveBarrier, 32 * (int(a.receivers) + (planner - a.receive_from >= a.receivers)), ok);
       stage.at = stage_memory + a.receive_at + receiver * a.receive_stage;
+      pass(7);
       if (takes) ok = ok and receive<kPhase == Phase::kPlace, kRails>(a, sh, stage, receiver, lane);
       if (not ok) sh.broken = true;
     }
     __syncthreads();
   }
+  pass(15);
   if ((sh.stopped or sh.broken) and receives) {   // nothing that was not received may look like data
     i64 rows = (a.masked ? a.local_experts : 1) * a.ranks * a.max_tokens;
     poison_rows(a.rows, rows * sh.f.row);

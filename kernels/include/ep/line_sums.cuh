@@ -159,6 +159,7 @@ __device__ __forceinline__ void run_sums(const Args& a) {
   __shared__ SumShared sh;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, workers = blockDim.x / 32 - 1;
   const bool sends = a.senders != 0, receives = a.receivers != 0;
+  pass(0);
   // All that the block waits for at first is asked for at once.
   const int begin = (blockIdx.x + gridDim.x * warp) / sum_parts(a);
   const u64 epoch = threadIdx.x == 0 ? load_relaxed_sys(&reinterpret_cast<LaneState*>(a.state)->epoch) : 0;
@@ -178,11 +179,14 @@ __device__ __forceinline__ void run_sums(const Args& a) {
   }
   if (threadIdx.x == 0) sh.epoch = epoch;
   __syncthreads();
+  pass(1);
   if (not sh.stopped) {
     u32* words = reinterpret_cast<u32*>(stage_memory + warp * kLineStage);
     if (warp < workers) {
       if (sends) send_sums(a, sh.epoch, words, answer, base, __reduce_max_sync(kFullWarp, u32(end)), warp, anew(lane));
+      pass(2);
       if (receives and not add_sums(a, sh, words, set, warp, anew(lane))) sh.broken = true;
+      pass(3);
     } else {
       if (sends and blockIdx.x == 0) {
         fence_sys();   // what earlier kernels cleared lies before what a peer writes once it has acquired the word
@@ -195,10 +199,12 @@ __device__ __forceinline__ void run_sums(const Args& a) {
           add_stat(a, stat_experts(a.ranks) + e, reinterpret_cast<const int*>(a.counts)[e]);
       }
       if (receives and blockIdx.x == 0 and not await_returned(a, sh, lane)) sh.broken = true;
+      pass(4);
       if (receives and blockIdx.x == gridDim.x - 1) clear_row(a, sh.epoch, lane);
     }
     __syncthreads();
   }
+  pass(15);
   if (threadIdx.x == 0) {
     count_reader(a, sh.epoch);
     tell_trouble(a, sh.trouble, Op::kCombine, sh.epoch);

@@ -2,6 +2,7 @@
 #pragma once
 #include "ep/args.h"
 #include "ep/stage.cuh"
+#include "ep/trace.cuh"
 
 namespace ep {
 
