@@ -42,7 +42,7 @@ class Resources:
 
 
 def build(out_dir: Path | str, extra: tuple[str, ...] = ()) -> list[Path]:
-    """Compile every image into ``out_dir`` and print the resource report; ``extra``: more flags for nvcc, for images that may spill."""
+    """Compile every image into ``out_dir`` and print the resource report; ``extra``: flags of images that may spill."""
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
     jobs = [(name, arch) for name in HOT for arch in ARCHITECTURES]
