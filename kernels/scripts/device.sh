@@ -1,23 +1,40 @@
 #!/bin/bash
 # Correctness and figures on a GPU host, in one command that ends within ten minutes:
 #   device.sh [all | pytest -k expression | ""] [bench suite]
-# Where there are several GPUs, ranks have one each as far as they go, and the tests that need that run too.
+# The bench comes first, while nothing else runs. `all` on several GPUs shares the tests out, two processes a GPU, ranks of a
+# process all on one; then come those that need several. With an expression, ranks have a GPU each as far as they go.
 set -u
 export PYTHONUNBUFFERED=1 GLOO_SOCKET_IFNAME=lo TORCH_CPP_LOG_LEVEL=ERROR
 cd "$(dirname "$0")/../.."
-ranks=$(nvidia-smi -L | wc -l)
+gpus=$(nvidia-smi -L | wc -l)
 python3 -c "
 import torch, nvshmem, cuda.core, nvshmem.core as c
 print(torch.__version__, torch.cuda.get_device_name(0), torch.cuda.device_count(), nvshmem.__version__, cuda.core.__version__, c.get_version())"
-if [ -n "${1:-}" ]; then
-  which=gpu chosen=()
-  [ "$ranks" -gt 1 ] && which="gpu or multigpu"
-  [ "$1" != all ] && chosen=(-k "$1")
-  timeout "${TEST_S:-540}" python3 -m pytest -q -p no:cacheprovider tests/core tests/kernels -m "$which" "${chosen[@]}" \
-    --timeout 60 -rs --durations 8 2>&1 | tail -"${TAIL:-60}"
-fi
+
+tests() { # NAME GPUS MARKER [arguments of pytest]
+  local name=$1 which=$2 marker=$3
+  shift 3
+  CUDA_VISIBLE_DEVICES=$which timeout -s INT -k 10 "${TEST_S:-500}" python3 -m pytest -q -p no:cacheprovider -m "$marker" \
+    --timeout "${LIMIT_S:-60}" --tb short -rs --durations 5 "$@" >"${OUT:-/tmp}/$name.log" 2>&1
+  echo "$name: $(grep -E ' (passed|failed|error)' "${OUT:-/tmp}/$name.log" | tail -1)"
+  grep -E '^(FAILED|ERROR)|^rounds checked' "${OUT:-/tmp}/$name.log"
+}
+
 if [ -n "${2:-}" ]; then
   # --commit: a copied working tree has no git; BENCH_ARGS: further options, such as --profile
   python3 -m ep_backend.bench.cli --suite "$2" --rounds "${ROUNDS:-200}" --seconds "${BENCH_S:-200}" \
     --commit "${COMMIT:-}" --output "${OUT:-.}/bench.jsonl" ${BENCH_ARGS:-}
+fi
+every=$(seq -s, 0 $((gpus - 1)))
+if [ "${1:-}" = all ] && [ "$gpus" -gt 1 ]; then
+  tests roundtrip 0 gpu tests/core/test_roundtrip.py &
+  tests core 0 gpu tests/core --ignore tests/core/test_roundtrip.py &
+  tests kernels 1 gpu tests/kernels/test_kernels.py &
+  tests rings 1 gpu tests/kernels --ignore tests/kernels/test_kernels.py &
+  wait
+  tests multigpu "$every" multigpu tests/core tests/kernels
+elif [ "${1:-}" = all ]; then
+  tests all "$every" gpu tests/core tests/kernels
+elif [ -n "${1:-}" ]; then
+  tests chosen "$every" "gpu or multigpu" tests/core tests/kernels -k "$1"
 fi
