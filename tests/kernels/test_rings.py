@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import time
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ep_backend import layout
 from ep_backend.routing import KINDS
 from tests.core import oracle
 from tests.core.pool import Outcome, Pool, World, attempt
@@ -126,6 +128,35 @@ def some_with_a_handle(world: World) -> str | None:
 def test_a_handle_on_some_ranks_only(ranks: Any, kernels: str) -> None:
     whys = ranks(2, kernels).run(some_with_a_handle)
     assert all(whys) and any("with a handle" in str(w) for w in whys), whys
+
+
+def one_warp_gives_up(world: World) -> int:
+    """Rank 2 has four slots for five records of rank 0 and takes none; the fifth token is rank 1's too. What rank 1 is told."""
+    buffer = world.make(timeout_s=2.0, ring_slots=4, lanes=1)
+    case = oracle.make_case(0, [6, 0, 0])
+    case.ids[0][:] = -1
+    case.ids[0][:5, 0] = 2 * case.local
+    case.ids[0][4:, 1] = case.local
+    fabric = buffer._fabric
+    launch = fabric._launch
+
+    def late(which: str, *args: Any, **kw: Any) -> None:
+        if which == "dispatch" and world.rank == 2:
+            time.sleep(6)
+        launch(which, *args, **kw)
+
+    fabric._launch = late
+    outcome = attempt(lambda: Round(world, buffer, case, "normal").run())
+    assert outcome.kind == "error" and buffer.failure()
+    at = fabric._heap.base + layout.lane_offset(fabric.shape, 0) + layout.words(fabric.shape).ring_tail
+    told = ctypes.c_uint64.from_address(at).value & layout.COUNT_MASK
+    buffer.destroy()
+    return told
+
+
+def test_no_reader_is_told_of_what_was_not_written(ranks: Any) -> None:
+    """Other warps are done with their tokens, the sixth too, when the one with the fifth gives up."""
+    assert ranks(3, "emulated").run(one_warp_gives_up)[1] == 0
 
 
 def stalled(world: World, op: str) -> tuple[Outcome, float, str | None]:
