@@ -234,8 +234,8 @@ class EpBuffer:
             fp8: cast bf16 rows to e4m3 on the way, with this scale format.
             handle: repeat that dispatch's routing (then topk_ids and topk_weights stay None); normal mode skips its counts.
             return_hook: return after the send phase; ``hook()`` of the result runs the receive phase.
-            async_finish: also return an event behind the receive phase, on the stream that is current; make another one
-                current so that computation goes on beside it.
+            async_finish: run on a stream of the lane's own, behind what the current one was given so far, and return an event
+                (None on a CPU) behind the receive phase, for which a stream waits before it reads the result.
             host_counts: cut compact rows to the exact number, which the host waits for; False never waits.
             sms: most SMs the kernels use (CUDA only).
 
@@ -275,9 +275,11 @@ class EpBuffer:
             state.epoch = epoch
             self._fabric.refuse(lane, epoch, f"{type(e).__name__}: {e}")
             raise
-        call.split = return_hook
+        call.split, call.aside = return_hook, async_finish
         state.epoch, state.call, state.pending = epoch, call, "dispatch"
-        self._run(state, lambda: self._fabric.start_dispatch(call))
+
+        def start() -> None:
+            self._run(state, lambda: self._fabric.start_dispatch(call))
 
         def finish() -> None:
             if state.call is not call or state.pending not in ("dispatch", "dispatch hook"):
@@ -286,11 +288,22 @@ class EpBuffer:
             state.pending = "combine"
 
         result = Handle(call, self)
+        if async_finish:
+            with self._fabric.aside(lane):
+                self._fabric.uses(call.x, call.scales, call.ids, call.weights)
+                start()
+                finish()
+                event = self._event()
+            got = call.received
+            assert got is not None
+            self._fabric.uses(got.rows, got.scales, got.topk_ids, got.topk_weights, got.counts)
+            return Dispatched(call, result, None, event)
+        start()
         if return_hook:
             state.pending = "dispatch hook"
             return Dispatched(call, result, finish)
         finish()
-        return Dispatched(call, result, None, self._event() if async_finish else None)
+        return Dispatched(call, result, None)
 
     @overload
     def combine(
@@ -327,8 +340,8 @@ class EpBuffer:
         masked: ``y`` [e, R x max_tokens, H], one unweighted row per (token, expert); combine weights and sums. Rows at and
         beyond a count are not read. A token without experts gets zeros.
 
-        Returns [T, H] in y's dtype; with ``return_hook`` (out, hook), with ``async_finish`` (out, event). ``out`` may be part
-        of y.
+        Returns [T, H] in y's dtype; with ``return_hook`` (out, hook), with ``async_finish``, which is that of :meth:`dispatch`,
+        (out, event). ``out`` may be part of y.
         Each partial sum that leaves a rank is rounded once to y's dtype, then the result.
         """
         self._check_alive()
@@ -352,8 +365,10 @@ class EpBuffer:
         result = out
         # Sums are written while other rows of y are still read, so they need memory of their own.
         total = torch.empty_like(out) if _share_memory(out, y) or out.data_ptr() % 16 else out
-        call.split = return_hook
-        self._run(state, lambda: self._fabric.start_combine(call, y))
+        call.split, call.aside = return_hook, call.aside or async_finish
+
+        def start() -> None:
+            self._run(state, lambda: self._fabric.start_combine(call, y))
 
         def finish() -> None:
             if state.call is not call or state.pending not in ("combine", "combine hook"):
@@ -363,11 +378,18 @@ class EpBuffer:
                 result.copy_(total)
             state.call = state.pending = None
 
+        if async_finish:
+            with self._fabric.aside(call.lane):
+                self._fabric.uses(y, result, total)
+                start()
+                finish()
+                return result, self._event()
+        start()
         if return_hook:
             state.pending = "combine hook"
             return result, finish
         finish()
-        return (result, self._event()) if async_finish else result
+        return result
 
     def propose(self, token: int) -> None:
         """Carry a proposal, 1 to 255, in this rank's following dispatches; 0 withdraws it.

@@ -9,6 +9,8 @@ from ep_backend.layout import Payload
 from ep_backend.modes import Layout, Mode
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
 
     from ep_backend.stats import BufferStats
@@ -46,6 +48,7 @@ class Call:
     received: Received | None = None
     state: Any = field(default=None)  # the fabric's own
     split: bool = False  # the phase under way is send only: its receive phase comes later, behind other work
+    aside: bool = False  # an operation of it ran on the lane's own stream
 
     @property
     def tokens(self) -> int:
@@ -75,6 +78,12 @@ class Fabric(Protocol):
 
     def finish_combine(self, call: Call, out: torch.Tensor) -> None:
         """Wait for every partial sum and add them into ``out`` [T, H]."""
+
+    def aside(self, lane: int) -> AbstractContextManager[None]:
+        """Work on a stream of the lane's own, behind what the current one was given so far. On a CPU there are no streams."""
+
+    def uses(self, *tensors: torch.Tensor | None) -> None:
+        """The current stream uses tensors that another one allocated: their memory is not given away before it has."""
 
     def refuse(self, lane: int, epoch: int, reason: str) -> None:
         """Tell every peer that this rank will not take part in the lane's epoch."""

@@ -332,6 +332,45 @@ def test_everything_runs_on_the_current_stream(ranks: Any) -> None:
     assert ranks(2, "nvshmem").run(on_another_stream) == [True, True]
 
 
+def beside(world: World) -> list[bool]:
+    """Whether operations with async_finish ended while the current stream was busy; what they were given is let go at once."""
+    ahead = []
+
+    def keeps_busy(event: Any) -> None:
+        torch.cuda._sleep(1_000_000_000)
+        busy = torch.cuda.Event()
+        busy.record()
+        event.synchronize()
+        ahead.append(not busy.query())
+        event.wait()
+
+    with world.make(gpus_per_node=1) as buffer:
+        for mode in modes(world.fabric):
+            Round(world, buffer, oracle.make_case(0, [3] * world.size), mode).run()
+            case = oracle.make_case(1, [12, 5])
+            x, _ = oracle.given(case.x[world.rank].to(world.device), "bf16")
+            ids, weights = (t[world.rank].to(world.device) for t in (case.ids, case.weights))
+            given = x.clone()
+            got = buffer.dispatch(given, ids, weights, mode=mode, async_finish=True)
+            del given
+            torch.full_like(x, float("nan"))  # in the same memory, were it free
+            keeps_busy(got.event)
+            r = Round(world, buffer, case, mode)
+            y = oracle.run_experts(case, world.rank, got, layout=r.layout, payload="bf16")
+            size = y.shape
+            r.out, event = buffer.combine(y, got.handle, async_finish=True)
+            del y, got
+            torch.full(size, float("nan"), dtype=torch.bfloat16, device=world.device)
+            keeps_busy(event)
+            r.collect()
+    return ahead
+
+
+@pytest.mark.gpu
+def test_async_finish_runs_beside_the_current_stream(ranks: Any) -> None:
+    assert ranks(2, "nvshmem").run(beside) == [[True] * 8] * 2
+
+
 def disagreeing(world: World) -> str | None:
     buffer = world.make(timeout_s=20.0)
     layout = "compact" if world.rank == 0 else "masked"

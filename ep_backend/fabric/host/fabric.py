@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import ModuleType
 
 import torch
@@ -151,6 +151,11 @@ class HostFabric:
 
     def capturing(self) -> bool:
         return False
+
+    def aside(self, lane: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def uses(self, *tensors: torch.Tensor | None) -> None: ...
 
     def executed(self) -> tuple[Mode | None, int]:
         return self._executed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 
 from ep_backend.fabric.meeting import Meeting
@@ -23,6 +25,10 @@ class Side:
     def join(self) -> None:
         """The current stream goes on behind this one."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def current(self) -> AbstractContextManager[None]:
+        """This stream is the current one."""
+        return torch.cuda.stream(self._stream)
 
 
 class Gpu:
@@ -55,6 +61,10 @@ class Gpu:
 
     def side(self) -> Side:
         return Side(self.device)
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        """The current stream does."""
+        tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

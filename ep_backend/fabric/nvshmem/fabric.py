@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +93,7 @@ class NvshmemFabric:
         self._reason: str | None = None
         self._proposal = 0
         self._sides = [gpu.side() for _ in range(config.lanes)]
+        self._own = [gpu.side() for _ in range(config.lanes)]
         self._launches = Launches(s, config.lanes, gpu.multiprocessors, config.deterministic)
         control = max(layout.lane_offset(s, i) + layout.lane(s).dispatch for i in range(config.lanes))
         # Only hybrid by puts stores to no rank of another node.
@@ -189,6 +192,8 @@ class NvshmemFabric:
     def start_combine(self, call: Call, y: torch.Tensor) -> None:
         self._raise_failure()
         state: _State = call.state
+        if call.aside:
+            self.uses(*state.keep, state.received.counts, state.counted.plan if state.counted else None)
         state.y = y
         if call.split:
             self._launch("combine", call, state.args, self._answer(call, y, None), send=True, receive=False)
@@ -200,11 +205,25 @@ class NvshmemFabric:
         self._launch("combine", call, state.args, answer, send=not call.split, receive=True)
         state.y = None
 
+    @contextmanager
+    def aside(self, lane: int) -> Iterator[None]:
+        own = self._own[lane]
+        own.fork()
+        with own.current():
+            yield
+
+    def uses(self, *tensors: torch.Tensor | None) -> None:
+        for tensor in tensors:
+            if tensor is not None:
+                self._gpu.uses(tensor)
+
     def _count(self, call: Call) -> _Counted:
         """normal's exchange of counts, so that its compact outputs have their exact size; waits for all ranks to call."""
         s, earlier = self.shape, call.repeats.state if call.repeats is not None and rings.repeats(call) else None
         plan_words = s.ranks * (layout.CHANNELS + 2) + s.nodes * layout.RING_CHANNELS
         plan = self._empty((plan_words,), torch.int32) if earlier is None else earlier.counted.plan
+        if call.aside:
+            self.uses(plan)
         counts = self._empty((s.local_experts,), torch.int32)
         exact = call.layout is Layout.COMPACT and call.host_counts
         rows = earlier.received.num_rows if exact and earlier is not None else None

@@ -132,6 +132,9 @@ class Side:
 
     def fork(self) -> None: ...  # the current stream is never behind
 
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # kernels of the current stream run at once
+
     def join(self) -> None:
         if Graph.recording is None:
             self._wait()
@@ -201,6 +204,8 @@ class EmulatedGpu:
 
     def side(self) -> Side:
         return Side()
+
+    def uses(self, tensor: torch.Tensor) -> None: ...
 
     def capturing(self) -> bool:
         return Graph.recording is not None
