@@ -10,7 +10,7 @@ from tests.kernels import every_kernel
 
 
 def test_nothing_is_left_out() -> None:
-    assert len(every_kernel.ALL) == 22 and every_kernel.ALL > every_kernel.RELAYS
+    assert every_kernel.RELAYS < every_kernel.ALL
 
 
 @pytest.mark.parametrize("size", [1, 2])
