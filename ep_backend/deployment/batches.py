@@ -51,9 +51,13 @@ def _vllm_batch(deployment: Deployment, name: RoleName, role: Role) -> int:
     default = VLLM_DECODE_BATCH if family is Family.DECODE else _default_batch(deployment, role)
     if role.arg("performance-mode") == "throughput":
         default *= 2
-    whole_prompts = role.arg("enable-chunked-prefill") is False or role.arg("no-enable-chunked-prefill")
     # vLLM refuses a limit below that of its sequences.
-    return max(default, role.number("max-num-seqs") or 0, prompt if whole_prompts else 0)
+    return max(default, role.number("max-num-seqs") or 0, prompt if whole_prompts(role) else 0)
+
+
+def whole_prompts(role: Role) -> bool:
+    """Was vLLM told not to cut prompts into chunks?"""
+    return role.arg("enable-chunked-prefill") is False or bool(role.arg("no-enable-chunked-prefill"))
 
 
 def _default_batch(deployment: Deployment, role: Role) -> int:

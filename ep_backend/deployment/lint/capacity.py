@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from ep_backend.deployment.batches import batch_limit, chunk, eager, largest_bucket, tokens_a_sequence
+from ep_backend.deployment.batches import batch_limit, chunk, eager, largest_bucket, tokens_a_sequence, whole_prompts
 from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.resolve import buffer_config, limited_as_grouped
@@ -14,6 +14,22 @@ from ep_backend.plan.memory import memory
 
 WASTE = 4
 HIGHEST_FRACTION = 0.95
+
+
+def check_engine_limits(view: RoleView) -> Iterator[Problem]:
+    """What vLLM compares at start; limits that are not given follow the others."""
+    role = view.role
+    batch = role.number("max-num-batched-tokens")
+    if role.engine != "vllm" or batch is None:
+        return
+    least = {"max-num-seqs": role.number("max-num-seqs") or 0}
+    if whole_prompts(role):
+        least["max-model-len"] = role.number("max-model-len") or 0
+    for flag, number in least.items():
+        if batch < number:
+            also = ", which must fit whole without chunked prefill" if flag == "max-model-len" else ""
+            what = f"is {batch}, but {flag} is {number}{also}"
+            yield problem("EP123", view.flag_place("max-num-batched-tokens"), what, f"set it to {number}, or lower {flag}")
 
 
 def check_capacity(view: RoleView) -> Iterator[Problem]:
