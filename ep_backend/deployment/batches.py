@@ -1,7 +1,7 @@
 """What the engines' flags say about the tokens that a rank handles in one step."""
 
 from ep_backend.deployment.resolve import topology
-from ep_backend.deployment.schema import Deployment, Engine, Role, RoleName
+from ep_backend.deployment.schema import Deployment, Engine, Role, RoleName, whole_number
 from ep_backend.modes import MODES, Family, Mode
 from ep_backend.plan.model import GIB
 
@@ -74,7 +74,7 @@ def tokens_a_sequence(role: Role) -> int:
         return drafts
     speculative = role.arg("speculative-config")
     given = speculative.get("num_speculative_tokens") if isinstance(speculative, dict) else None
-    return 1 + given if isinstance(given, int) else 1
+    return 1 + (whole_number(given) or 0)
 
 
 def largest_bucket(role: Role) -> tuple[str, int]:

@@ -1,7 +1,9 @@
 """What a deployment file may say. The only model of it: later features extend this one."""
 
+import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -205,6 +207,12 @@ class Role(Strict):
     env: dict[EnvName, str] = {}
     image: Image | None = Field(default=None, description="default: the target's")
 
+    @field_validator("args")
+    @classmethod
+    def _json_as_mappings(cls, args: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        """A mapping in a string, as a command line has it, is looked into like any other."""
+        return {flag: _parsed(value) for flag, value in args.items()}
+
     def arg(self, flag: str) -> JsonValue | None:
         """The value of an engine flag, however its words are joined."""
         return self.flags.get(flag)
@@ -215,7 +223,7 @@ class Role(Strict):
 
     def number(self, *flags: str) -> int | None:
         """The value of the first of these flags that is given as a whole number."""
-        given = (_whole_number(self.arg(flag)) for flag in flags)
+        given = (whole_number(self.arg(flag)) for flag in flags)
         return next((value for value in given if value is not None), None)
 
     @property
@@ -227,7 +235,15 @@ class Role(Strict):
         return self.data_parallel * (tensor_parallel or 1)
 
 
-def _whole_number(value: JsonValue | None) -> int | None:
+def _parsed(value: JsonValue) -> JsonValue:
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        with suppress(ValueError):
+            parsed: JsonValue = json.loads(value)
+            return parsed
+    return value
+
+
+def whole_number(value: JsonValue | None) -> int | None:
     """A number, also as the engines accept it in words: "8192", "8k" (8000), "8K" (8192)."""
     if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", value)):
         return int(float(found[1]) * SUFFIXES[found[2]])
