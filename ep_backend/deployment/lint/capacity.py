@@ -29,7 +29,8 @@ def check_engine_limits(view: RoleView) -> Iterator[Problem]:
         if batch < number:
             also = ", which must fit whole without chunked prefill" if flag == "max-model-len" else ""
             what = f"is {batch}, but {flag} is {number}{also}"
-            yield problem("EP123", view.flag_place("max-num-batched-tokens"), what, f"set it to {number}, or lower {flag}")
+            it = "it and ep.max_tokens" if number > (role.ep.max_tokens or number) else "it"
+            yield problem("EP123", view.flag_place("max-num-batched-tokens"), what, f"set {it} to {number}, or lower {flag}")
 
 
 def check_capacity(view: RoleView) -> Iterator[Problem]:
@@ -57,7 +58,7 @@ def check_capacity(view: RoleView) -> Iterator[Problem]:
             f"is {capacity}, but chunked-prefill-size over {role.data_parallel} ranks is {tokens} tokens a rank",
             f"set max_tokens to {tokens}, or chunked-prefill-size to {capacity * role.data_parallel}",
         )
-    elif sequences * each > capacity:
+    elif sequences * each > capacity and not any(check_engine_limits(view)):  # else the fault is told there
         times = f" of {each} tokens each" if each > 1 else ""
         yield problem(
             "EP103",
