@@ -332,7 +332,7 @@ CASES: list[tuple[str, Change, str, str, str, Need]] = [
         (
             "memlock",
             lambda tree: (tree.limits(memlock="8388608"), tree.status(caps="00000000a80425fb")),
-            *("fail", "no CAP_IPC_LOCK", "ulimit -l unlimited"),
+            *("fail", "memlock: 8 MiB, no CAP_IPC_LOCK", "ulimit -l unlimited"),
         ),
         ("memlock", lambda tree: tree.limits(memlock="8388608"), "pass", "CAP_IPC_LOCK lifts it", ""),
         ("open_files", limited("20000", "20000"), "warn", "nofile: 20000, at most 20000, advised 65535", "ulimit -n 65536"),
