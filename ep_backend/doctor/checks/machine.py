@@ -235,6 +235,6 @@ def _number(text: str, name: str) -> int:
 
 
 def _gib(size: float) -> str:
-    if size < GIB // 10:
+    if 0 < size < GIB // 10:
         return f"{size / 2**20:.3g} MiB"
     return f"{size / GIB:.2g} GiB" if size < 10 * GIB else f"{size / GIB:.0f} GiB"

@@ -168,6 +168,7 @@ def test_the_command(tmp_path: Path) -> None:
     code, out, error = run(*files, "--out", str(tmp_path / "d.yaml"))
     assert (code, out) == (0, "")
     assert re.search(r"changed +decode +--cuda-graph-bs 256 -> args.cuda-graph-bs-decode: the engine renamed it", error)
+    assert run(*files, "--out", "-")[:2] == (0, (tmp_path / "d.yaml").read_text())
     code, out, error = run(*files, "--json")
     told = json.loads(out)
     assert (code, error) == (0, "")
