@@ -219,7 +219,13 @@ class Role(Strict):
 
     @property
     def flags(self) -> dict[str, JsonValue]:
-        return {key.replace("_", "-").lstrip("-"): value for key, value in self.args.items()}
+        """Flags by their dashed names; `flag.key` is a key of the flag's mapping, as in vLLM's parser."""
+        flags: dict[str, JsonValue] = {}
+        for key, value in sorted(self.args.items(), key=lambda item: "." in item[0]):
+            flag, *path = key.lstrip("-").split(".")
+            flag = flag.replace("_", "-")
+            flags[flag] = _with_key(flags.get(flag), path, value) if path else value
+        return flags
 
     def number(self, *flags: str) -> int | None:
         """The value of the first of these flags that is given as a whole number."""
@@ -233,6 +239,14 @@ class Role(Strict):
         if self.engine == "sglang":
             return tensor_parallel or self.data_parallel
         return self.data_parallel * (tensor_parallel or 1)
+
+
+def _with_key(mapping: JsonValue | None, path: list[str], value: JsonValue) -> JsonValue:
+    """The mapping, with another value where the path leads."""
+    if not path:
+        return value
+    held = mapping if isinstance(mapping, dict) else {}
+    return {**held, path[0]: _with_key(held.get(path[0]), path[1:], value)}
 
 
 def _parsed(value: JsonValue) -> JsonValue:

@@ -95,28 +95,36 @@ def check_values(view: RoleView) -> Iterator[Problem]:
 
 
 def _values_inside(view: RoleView, known: Table, key: str, *, exact: bool) -> Iterator[Problem]:
-    """Of a flag that takes JSON, and of those with a key after a dot only the first."""
-    value, inside, place = view.role.args[key], known.inside[_flag(key)], (*view.place, "args", key)
-    if isinstance(value, dict):
-        for inner, given in value.items():
-            takes = inside.get(inner.replace("-", "_"))
-            if fault := refused_inside(takes if exact or not isinstance(takes, list) else TEXT, given):
-                kind, fix = fault
-                what = f"is {in_yaml(given)}, but {_name(known)} takes {kind}"
-                yield problem("EP309", (*place, inner), what, fix)
-    elif "." not in key and isinstance(value, (str, list)) and not str(value).isdigit():
+    """Of a flag that takes JSON. Without its keys it is no JSON, or JSON of something else."""
+    value, inside = view.role.args[key], known.inside[_flag(key)]
+    for place, path, given in _pairs(view, key):
+        takes = inside.get(path[0].replace("-", "_")) if len(path) == 1 else None
+        if fault := refused_inside(takes if exact or not isinstance(takes, list) else TEXT, given):
+            kind, fix = fault
+            yield problem("EP309", place, f"is {in_yaml(given)}, but {_name(known)} takes {kind}", fix)
+    if "." not in key and isinstance(value, (str, list)) and not str(value).isdigit():
         what = f"is {in_yaml(value)}, but {_name(known)} takes JSON with keys"
-        yield problem("EP309", place, what, f"write a mapping, such as {{{next(iter(inside))}: ...}}")
+        fix = f"write a mapping, such as {{{next(iter(inside))}: ...}}"
+        yield problem("EP309", (*view.place, "args", key), what, fix)
 
 
 def _keys_inside(view: RoleView, known: Table, key: str) -> Iterator[Problem]:
     """Keys of a JSON flag that the engine's class does not have, each of which ends its start."""
-    value, inside, place = view.role.args[key], known.inside[_flag(key)], (*view.place, "args", key)
-    after = key.split(".")[1:2]
-    for inner in value if isinstance(value, dict) and not after else after:
-        if inner.replace("-", "_").rstrip("+") not in inside:
-            what = f"has no key {inner} in {_name(known)}" if after else f"is no key of {_flag(key)} in {_name(known)}"
-            yield problem("EP314", place if after else (*place, inner), what, _suggest(inner, inside, "remove it"))
+    inside = known.inside[_flag(key)]
+    for place, (inner, *_), _ in _pairs(view, key):
+        if inner.replace("-", "_") not in inside:
+            what = f"{f'has no key {inner}' if '.' in key else f'is no key of {_flag(key)}'} in {_name(known)}"
+            yield problem("EP314", place, what, _suggest(inner, inside, "remove it"))
+
+
+def _pairs(view: RoleView, key: str) -> Iterator[tuple[tuple[str, ...], list[str], JsonValue]]:
+    """Place, path and value of each key of a JSON flag, also of the one after a dot."""
+    value, place, (_, *path) = view.role.args[key], (*view.place, "args", key), key.split(".")
+    if path:
+        yield place, path, value
+    elif isinstance(value, dict):
+        for inner, given in value.items():
+            yield (*place, inner), [inner], given
 
 
 def check_flags(view: RoleView) -> Iterator[Problem]:
