@@ -73,8 +73,8 @@ def tokens_a_sequence(role: Role) -> int:
     if drafts := role.number("speculative-num-draft-tokens"):
         return drafts
     speculative = role.arg("speculative-config")
-    given = speculative.get("num_speculative_tokens") if isinstance(speculative, dict) else None
-    return 1 + (whole_number(given) or 0)
+    held = {key.replace("-", "_"): value for key, value in speculative.items()} if isinstance(speculative, dict) else {}
+    return 1 + (whole_number(held.get("num_speculative_tokens")) or role.number("spec-tokens") or 0)
 
 
 def largest_bucket(role: Role) -> tuple[str, int]:

@@ -98,7 +98,7 @@ def _values_inside(view: RoleView, known: Table, key: str, *, exact: bool) -> It
     """Of a flag that takes JSON. Without its keys it is no JSON, or JSON of something else."""
     value, inside = view.role.args[key], known.inside[_flag(key)]
     for place, path, given in _pairs(view, key):
-        takes = inside.get(path[0].replace("-", "_")) if len(path) == 1 else None
+        takes = inside.get(_field(key, path[0])) if len(path) == 1 else None
         if fault := refused_inside(takes if exact or not isinstance(takes, list) else TEXT, given):
             kind, fix = fault
             yield problem("EP309", place, f"is {in_yaml(given)}, but {_name(known)} takes {kind}", fix)
@@ -112,9 +112,14 @@ def _keys_inside(view: RoleView, known: Table, key: str) -> Iterator[Problem]:
     """Keys of a JSON flag that the engine's class does not have, each of which ends its start."""
     inside = known.inside[_flag(key)]
     for place, (inner, *_), _ in _pairs(view, key):
-        if inner.replace("-", "_") not in inside:
+        if _field(key, inner) not in inside:
             what = f"{f'has no key {inner}' if '.' in key else f'is no key of {_flag(key)}'} in {_name(known)}"
             yield problem("EP314", place, what, _suggest(inner, inside, "remove it"))
+
+
+def _field(key: str, inner: str) -> str:
+    """The name in the class; only of the speculative configuration vLLM takes dashes for underscores."""
+    return inner.replace("-", "_") if _flag(key) == "speculative-config" else inner
 
 
 def _pairs(view: RoleView, key: str) -> Iterator[tuple[tuple[str, ...], list[str], JsonValue]]:
