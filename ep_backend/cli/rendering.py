@@ -65,7 +65,8 @@ def migrate(
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="the file to write, a new one; default: stdout", show_default=False)
+        Path | None,
+        typer.Option("--out", "-o", help="the file to write, a new one; default, and -: stdout", show_default=False),
     ] = None,
     name: Annotated[str | None, typer.Option(help="of the deployment", show_default=False)] = None,
     role: Annotated[
@@ -89,6 +90,7 @@ def migrate(
     from ep_backend.deployment.migrate.notes import Unmovable
     from ep_backend.deployment.presets import models, topologies
 
+    out = None if out == Path("-") else out
     try:
         _among("--model", model, models())
         _among("--topology", topology, topologies())

@@ -1,7 +1,7 @@
 """What the engines' flags say about the tokens that a rank handles in one step."""
 
 from ep_backend.deployment.resolve import topology
-from ep_backend.deployment.schema import Deployment, Engine, Role, RoleName
+from ep_backend.deployment.schema import Deployment, Engine, Role, RoleName, whole_number
 from ep_backend.modes import MODES, Family, Mode
 from ep_backend.plan.model import GIB
 
@@ -51,9 +51,13 @@ def _vllm_batch(deployment: Deployment, name: RoleName, role: Role) -> int:
     default = VLLM_DECODE_BATCH if family is Family.DECODE else _default_batch(deployment, role)
     if role.arg("performance-mode") == "throughput":
         default *= 2
-    whole_prompts = role.arg("enable-chunked-prefill") is False or role.arg("no-enable-chunked-prefill")
     # vLLM refuses a limit below that of its sequences.
-    return max(default, role.number("max-num-seqs") or 0, prompt if whole_prompts else 0)
+    return max(default, role.number("max-num-seqs") or 0, prompt if whole_prompts(role) else 0)
+
+
+def whole_prompts(role: Role) -> bool:
+    """Was vLLM told not to cut prompts into chunks?"""
+    return role.arg("enable-chunked-prefill") is False or bool(role.arg("no-enable-chunked-prefill"))
 
 
 def _default_batch(deployment: Deployment, role: Role) -> int:
@@ -69,8 +73,8 @@ def tokens_a_sequence(role: Role) -> int:
     if drafts := role.number("speculative-num-draft-tokens"):
         return drafts
     speculative = role.arg("speculative-config")
-    given = speculative.get("num_speculative_tokens") if isinstance(speculative, dict) else None
-    return 1 + given if isinstance(given, int) else 1
+    held = {key.replace("-", "_"): value for key, value in speculative.items()} if isinstance(speculative, dict) else {}
+    return 1 + (whole_number(held.get("num_speculative_tokens")) or role.number("spec-tokens") or 0)
 
 
 def largest_bucket(role: Role) -> tuple[str, int]:

@@ -1,7 +1,9 @@
 """What a deployment file may say. The only model of it: later features extend this one."""
 
+import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -205,17 +207,29 @@ class Role(Strict):
     env: dict[EnvName, str] = {}
     image: Image | None = Field(default=None, description="default: the target's")
 
+    @field_validator("args")
+    @classmethod
+    def _json_as_mappings(cls, args: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        """A mapping in a string, as a command line has it, is looked into like any other."""
+        return {flag: _parsed(value) for flag, value in args.items()}
+
     def arg(self, flag: str) -> JsonValue | None:
         """The value of an engine flag, however its words are joined."""
         return self.flags.get(flag)
 
     @property
     def flags(self) -> dict[str, JsonValue]:
-        return {key.replace("_", "-").lstrip("-"): value for key, value in self.args.items()}
+        """Flags by their dashed names; `flag.key` is a key of the flag's mapping, as in vLLM's parser."""
+        flags: dict[str, JsonValue] = {}
+        for key, value in sorted(self.args.items(), key=lambda item: "." in item[0]):
+            flag, *path = key.lstrip("-").split(".")
+            flag = flag.replace("_", "-")
+            flags[flag] = _with_key(flags.get(flag), path, value) if path else value
+        return flags
 
     def number(self, *flags: str) -> int | None:
         """The value of the first of these flags that is given as a whole number."""
-        given = (_whole_number(self.arg(flag)) for flag in flags)
+        given = (whole_number(self.arg(flag)) for flag in flags)
         return next((value for value in given if value is not None), None)
 
     @property
@@ -227,7 +241,23 @@ class Role(Strict):
         return self.data_parallel * (tensor_parallel or 1)
 
 
-def _whole_number(value: JsonValue | None) -> int | None:
+def _with_key(mapping: JsonValue | None, path: list[str], value: JsonValue) -> JsonValue:
+    """The mapping, with another value where the path leads."""
+    if not path:
+        return value
+    held = mapping if isinstance(mapping, dict) else {}
+    return {**held, path[0]: _with_key(held.get(path[0]), path[1:], value)}
+
+
+def _parsed(value: JsonValue) -> JsonValue:
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        with suppress(ValueError):
+            parsed: JsonValue = json.loads(value)
+            return parsed
+    return value
+
+
+def whole_number(value: JsonValue | None) -> int | None:
     """A number, also as the engines accept it in words: "8192", "8k" (8000), "8K" (8192)."""
     if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", value)):
         return int(float(found[1]) * SUFFIXES[found[2]])

@@ -2,9 +2,9 @@
 
 import pytest
 
-from ep_backend.deployment.batches import batch_limit
+from ep_backend.deployment.batches import batch_limit, tokens_a_sequence
 from ep_backend.deployment.flags import engine_flags
-from ep_backend.deployment.schema import Deployment, RoleName
+from ep_backend.deployment.schema import Deployment, Role, RoleName
 
 
 def deployment(engine: str, topology: dict[str, object], mode: str = "auto", **args: object) -> Deployment:
@@ -77,3 +77,17 @@ def test_the_engine_is_told_the_number_that_its_buffer_is_made_for(
     made = deployment(engine, {})
     found = {each: engine_flags(made, each, role).get(flag) for each, role in made.roles.items()}
     assert found[name] == value  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"speculative-config": {"method": "mtp", "num_speculative_tokens": 2}},
+        {"speculative_config": '{"method": "mtp", "num-speculative-tokens": "2"}'},
+        {"speculative-config.num_speculative_tokens": 2},
+        {"spec-method": "mtp", "spec-tokens": 2},
+    ],
+)
+def test_drafts_are_counted_however_vllm_is_told(args: dict[str, object]) -> None:
+    assert tokens_a_sequence(Role.model_validate({"data_parallel": 8, "args": args})) == 3
+    assert tokens_a_sequence(Role(data_parallel=8)) == 1

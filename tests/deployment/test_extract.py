@@ -28,6 +28,8 @@ class EngineArgs:
         scheduler_kwargs["parsed"]["type"] = json.loads
         group.add_argument("--parsed", **scheduler_kwargs["parsed"])
         group.add_argument("--elsewhere", **scheduler_kwargs["elsewhere"])
+        group.add_argument("--kv-move-config", **vllm_kwargs["kv_move_config"])
+        group.add_argument("--open-config", **vllm_kwargs["open_config"])
 def get_kwargs(cls):
     human_readable_int_args = {"max_batched"}
 """,
@@ -44,6 +46,18 @@ class SchedulerConfig:
     open_: Policy | str = "fcfs"
     parsed: int = 0
     elsewhere: SomeConfig | None = None
+@config
+class KVMoveConfig:
+    rank: int | None = None
+    how: Policy = "fcfs"
+    rewritten: int = 0
+    shared: ClassVar[int] = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+    @field_validator("rewritten", mode="before")
+    def rewrite(cls, value): ...
+@dataclass
+class OpenConfig:
+    anything: int = 0
 """,
     "vllm/entrypoints/common/cli_args.py": """
 class BaseFrontendArgs:
@@ -108,10 +122,12 @@ def test_vllm(tmp_path: Path) -> None:
         "dtype": ["fcfs", "generate", "draft"],
         "elsewhere": None,
         "headless": "switch",
+        "kv-move-config": None,
         "log-stats": "boolean",
         "max-batched": "size",
         "max-num-seqs": None,
         "open": None,
+        "open-config": None,
         "parsed": None,
         "policy": ["fcfs", "generate", "draft"],
         "port": "integer",
@@ -122,6 +138,8 @@ def test_vllm(tmp_path: Path) -> None:
     assert (table.flags["no-log-stats"], table.flags["no-async"]) == ("switch", "switch")
     assert not {"no-port", "no-policy", "no-max-batched"} & set(table.flags)
     assert table.env == ["VLLM_A", "VLLM_B"]
+    inside = {"rank": "integer", "how": ["fcfs", "generate", "draft"], "rewritten": None, "extra": None}
+    assert table.inside == {"kv-move-config": inside}
 
 
 def test_sglang(tmp_path: Path) -> None:

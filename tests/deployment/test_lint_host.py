@@ -1,17 +1,21 @@
 """Rules that look at this machine, the engine's own parser, and the forms of a report."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from ep_backend.deployment import engines
 from ep_backend.deployment.checks import check_startable
 from ep_backend.deployment.lint import check, lint
 from ep_backend.deployment.lint import engine as engine_rules
 from ep_backend.deployment.lint.report import RENDER, findings_of
+from ep_backend.deployment.lint.values import refused_inside
 from ep_backend.deployment.load import read
 from ep_backend.deployment.schema import Deployment
 
@@ -163,3 +167,30 @@ def test_the_table_is_what_the_parser_registers() -> None:
     known = set(table.flags)
     assert real - known == {"help"}
     assert {name for name in known - real if not name.startswith("no-")} == set()
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_the_keys_of_json_flags_are_the_fields_of_the_classes() -> None:
+    """Keys, and of the values that a key takes what pydantic makes of its annotation."""
+    vllm = pytest.importorskip("vllm.config")
+    inside = engines.table("vllm", engines.installed("vllm")).inside
+    classes = {name.lower(): getattr(vllm, name) for name in dir(vllm) if name.endswith("Config")}
+    shared = {flag: found for flag in inside if (found := classes.get(flag.replace("-", "")))}
+    assert {"kv-transfer-config", "speculative-config", "compilation-config", "eplb-config"} <= set(shared)
+    words: list[object] = ["7", 7, 2.5, True, "false", "x", "cuda", [8, 9], ["x"], {"a": 1}]
+    for flag, of in shared.items():
+        assert set(inside[flag]) == {field.name for field in dataclasses.fields(of)}, flag
+        types, judged = get_type_hints(of), {key: takes for key, takes in inside[flag].items() if takes is not None}
+        for key, takes in judged.items():
+            choices = takes if isinstance(takes, list) else []
+            wrong = [word for word in [*words, *choices] if refused_inside(takes, word) and _accepted(types[key], word)]
+            assert wrong == [], (flag, key, takes)
+
+
+def _accepted(of: object, value: object) -> bool:
+    try:
+        TypeAdapter(of, config={"arbitrary_types_allowed": True}).validate_python(value)
+    except (ValidationError, PydanticUserError):
+        return False
+    return True

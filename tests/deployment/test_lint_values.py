@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 from ep_backend.deployment.engines import installed, table
 from ep_backend.deployment.lint.report import findings_of
-from ep_backend.deployment.lint.values import refused
+from ep_backend.deployment.lint.values import refused, refused_inside
 from ep_backend.deployment.load import load
 from ep_backend.deployment.problems import DeploymentError
 
@@ -37,6 +37,34 @@ def test_what_a_flag_takes(engine: str, flag: str, good: list[JsonValue], bad: l
     takes = table(engine, None).flags[flag]
     assert [value for value in good if refused(takes, value)] == []
     assert [value for value in bad if not refused(takes, value)] == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "key", "good", "bad"),
+    [
+        ("speculative-config", "num_speculative_tokens", [2, "2", 2.0, None], ["two", 1.5, [2], {"a": 1}]),
+        ("eplb-config", "log_balancedness", [True, "false", 1, "off"], ["sometimes", 2, [True]]),
+        ("kv-transfer-config", "kv_load_failure_policy", ["fail"], ["ignore", True, ["fail"]]),
+        ("compilation-config", "cudagraph_mode", ["full", "ANY"], []),  # rewritten before its type is looked at
+    ],
+)
+def test_what_a_key_of_a_json_flag_takes(flag: str, key: str, good: list[JsonValue], bad: list[JsonValue]) -> None:
+    takes = table("vllm", None).inside[flag][key]
+    assert [value for value in good if refused_inside(takes, value)] == []
+    assert [value for value in bad if not refused_inside(takes, value)] == []
+
+
+def test_keys_of_json_flags_are_those_of_the_version(write_file: WriteFile) -> None:
+    """kv_parallel_size was there in 0.26, and is gone."""
+    flag = ("max-num-seqs: 8", "kv-transfer-config: {kv_parallel_size: 2}")
+    assert findings_of(write_file(image("0.26.0"), flag)) == []
+    (found,) = findings_of(write_file(image("0.33.0"), flag))
+    assert "kv-transfer-config.kv_parallel_size: is no key of kv-transfer-config in vllm 0.33.0; " in str(found)
+    assert found.problem.code == "EP314"
+
+
+def image(version: str) -> tuple[str, str]:
+    return ("model: {path: model}", f"model: {{path: model}}\ntarget: {{image: {{packages: {{vllm: {version}}}}}}}")
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ FAULTS = {
     ),
     "sequences above capacity": (
         ("max-num-batched-tokens: 256", "max-num-batched-tokens: 256, max-num-seqs: 300"),
-        "roles.decode.ep.max_tokens: is 256, but max-num-seqs is 300",
+        "roles.decode.args.max-num-batched-tokens: is 256, but max-num-seqs is 300; set it and ep.max_tokens to 300, or lower",
     ),
     "the least batch on a CPU": (
         ("device: cuda", "device: cpu, nodes: 1"),

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from ep_backend.deployment.engines import replaced, table
 from ep_backend.deployment.presets import models, topologies
 from ep_backend.deployment.resolve import group_of, shape_of, topology
-from ep_backend.deployment.schema import Deployment, Model, Topology, json_schema
+from ep_backend.deployment.schema import Deployment, Model, Role, Topology, json_schema
 from ep_backend.plan.calibration import calibrations
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -87,3 +87,22 @@ def test_replaced_names_are_gone_from_the_newest_version(engine: str) -> None:
     assert not set(replaced(engine)["env"]) & set(newest.env)
     deprecated = {"disable-cuda-graph", "enable-dp-attention"}
     assert set(replaced(engine)["flags"]) & set(newest.flags) <= deprecated
+
+
+def test_flags_with_a_key_after_a_dot_are_keys_of_one_mapping() -> None:
+    """The words before the dot are joined by dashes, those after it stay as the engine's class has them."""
+    args = {
+        "--compilation_config.pass_config.fuse_norm_quant": True,
+        "compilation-config": '{"mode": 3, "pass_config": {"eliminate_noops": false}}',
+        "compilation-config.pass_config.fuse_act_quant": True,
+        "compilation-config.cudagraph_mode": "FULL",
+        "max_num_seqs": 8,
+    }
+    assert Role(data_parallel=2, args=args).flags == {
+        "compilation-config": {
+            "mode": 3,
+            "pass_config": {"eliminate_noops": False, "fuse_norm_quant": True, "fuse_act_quant": True},
+            "cudagraph_mode": "FULL",
+        },
+        "max-num-seqs": 8,
+    }

@@ -30,6 +30,7 @@ NEED = Need(
 )
 ROCE = replace(NEED, words=NEED.words | {"roce"}, env={"NVSHMEM_IB_GID_INDEX": "3"})
 EFA = replace(NEED, words=NEED.words | {"efa"})
+ONE_HOST = replace(NEED, words=NEED.words - {"nodes", "remote"})
 
 SGLANG = replace(NEED, engines=("sglang",))
 
@@ -55,6 +56,11 @@ def said(start: str, text: str | Unknown) -> Change:
 
 def gpus(**changes: object) -> Change:
     return said("--query-gpu", fake.gpu_lines(**changes))
+
+
+def limited(soft: str, hard: str) -> Change:
+    """Limits of open files."""
+    return lambda tree: tree.limits(files=soft, most=hard)
 
 
 def env(**variables: str) -> Change:
@@ -326,11 +332,17 @@ CASES: list[tuple[str, Change, str, str, str, Need]] = [
         (
             "memlock",
             lambda tree: (tree.limits(memlock="8388608"), tree.status(caps="00000000a80425fb")),
-            *("fail", "no CAP_IPC_LOCK", "ulimit -l unlimited"),
+            *("fail", "memlock: 8 MiB, no CAP_IPC_LOCK", "ulimit -l unlimited"),
         ),
         ("memlock", lambda tree: tree.limits(memlock="8388608"), "pass", "CAP_IPC_LOCK lifts it", ""),
-        ("open_files", lambda tree: tree.limits(files="20000"), "warn", "20000", "ulimit -n 65536"),
-        ("open_files", lambda tree: tree.limits(files="1024"), "fail", "1024", "ulimit -n 65536"),
+        ("open_files", limited("20000", "20000"), "warn", "nofile: 20000, at most 20000, advised 65535", "ulimit -n 65536"),
+        ("open_files", limited("20000", "20000"), "pass", "nofile: 20000", "", ONE_HOST),
+        ("open_files", limited("8192", "16384"), "warn", "at most 16384, advised 16384", "ulimit -Hn", ONE_HOST),
+        ("open_files", limited("1024", "4096"), "fail", "1024", "ulimit -n 65536"),
+        ("open_files", limited("1024", "4096"), "fail", "1024", "ulimit -n 65536", ONE_HOST),
+        ("open_files", limited("1024", "524288"), "pass", "nofile: 1024, which the engine raises to 65535", "", ONE_HOST),
+        ("open_files", limited("1024", "unlimited"), "pass", "raises", "", SGLANG),
+        ("open_files", limited("8192", "524288"), "warn", "which vLLM raises on the leader's host only", "ulimit -n 65536"),
         ("threads", lambda tree: tree.limits(processes="1000"), "warn", "ulimit -u: 1000", "--pids-limit"),
         ("threads", files("512", "/sys/fs/cgroup/pids.max"), "warn", "pids.max: 512", "--pids-limit"),
         (

@@ -15,7 +15,7 @@ STATUS = "Name:\tpython\nCapEff:\t{caps}\nCpus_allowed_list:\t{cpus}\n"
 LIMITS = """\
 Limit                     Soft Limit           Hard Limit           Units
 Max processes             {processes}                127385               processes
-Max open files            {files}              1048576              files
+Max open files            {files}              {most}              files
 Max locked memory         {memlock}            unlimited            bytes
 """
 MEMINFO = "MemTotal:       2000000000 kB\nMemAvailable:   {free} kB\nHugePages_Free:     {huge}\nHugepagesize:       2048 kB\n"
@@ -120,8 +120,10 @@ class Tree:
     def status(self, caps: str = "000001ffffffffff", cpus: str = "0-15") -> None:
         self.write("/proc/self/status", STATUS.format(caps=caps, cpus=cpus))
 
-    def limits(self, processes: str = "unlimited", files: str = "1048576", memlock: str = "unlimited") -> None:
-        self.write("/proc/self/limits", LIMITS.format(processes=processes, files=files, memlock=memlock))
+    def limits(
+        self, processes: str = "unlimited", files: str = "1048576", most: str = "1048576", memlock: str = "unlimited"
+    ) -> None:
+        self.write("/proc/self/limits", LIMITS.format(processes=processes, files=files, most=most, memlock=memlock))
 
     def meminfo(self, free: int = 1900000000, huge: int = 4096) -> None:
         self.write("/proc/meminfo", MEMINFO.format(free=free, huge=huge))

@@ -11,8 +11,8 @@ import ast
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ep_backend.deployment.engines import values
@@ -25,13 +25,17 @@ Read = Callable[[str], str]
 
 @dataclass(frozen=True)
 class Table:
-    """What one version of an engine or library accepts. Flags are written without their leading dashes, with what they take."""
+    """What one version of an engine or library accepts. Flags are written without their leading dashes, with what they take.
+
+    `inside`: of flags that take JSON for one of the engine's own classes, the keys and what those take.
+    """
 
     name: str
     version: str
     torch: str | None
     flags: dict[str, Takes]
     env: list[str]
+    inside: dict[str, dict[str, Takes]] = field(default_factory=dict)
 
 
 def from_wheel(wheel: Path) -> Table:
@@ -57,7 +61,8 @@ def from_source(name: str, version: str, names: list[str], read: Read, metadata:
     flags, env = readers[name]
     pin = re.search(r"^Requires-Dist: torch==([\d.]+)", metadata, re.MULTILINE)
     found = dict(sorted(flags(names, read).items()))
-    return Table(name, version, pin.group(1) if pin else None, found, sorted(env(read)))
+    inside = _vllm_inside(found, names, read) if name == "vllm" else {}
+    return Table(name, version, pin.group(1) if pin else None, found, sorted(env(read)), inside)
 
 
 def _vllm_flags(names: list[str], read: Read) -> dict[str, Takes]:
@@ -89,6 +94,30 @@ def _vllm_flags(names: list[str], read: Read) -> dict[str, Takes]:
             for name, _ in values.fields_of(node):
                 flags |= _with_negation(_dashed(name), of_field(node.name, name), certain=False)
     return flags
+
+
+def _vllm_inside(flags: Iterable[str], names: list[str], read: Read) -> dict[str, dict[str, Takes]]:
+    """Fields of the class that a flag is named after (--eplb-config: EPLBConfig); vLLM's decorator forbids any other key."""
+    trees = [ast.parse(read(path)) for path in names if re.fullmatch(r"vllm/config/\w+\.py", path)]
+    declared = Declared.of(trees)
+    flag_of = {flag.replace("-", ""): flag for flag in flags}
+    found: dict[str, dict[str, Takes]] = {}
+    for tree in trees:
+        rewritten = values.before_validation(tree)
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.bases and any(map(_forbids_others, node.decorator_list)):
+                flag = flag_of.get(node.name.lower())
+                if flag is not None:
+                    found[flag] = {
+                        name: None if name in rewritten else declared.takes(of)
+                        for name, of in values.fields_of(node)
+                        if not ast.unparse(of).startswith("ClassVar")
+                    }
+    return dict(sorted(found.items()))
+
+
+def _forbids_others(decorator: ast.expr) -> bool:
+    return isinstance(decorator, ast.Name) and decorator.id == "config"
 
 
 def _with_negation(name: str, takes: Takes, *, certain: bool) -> dict[str, Takes]:

@@ -162,6 +162,17 @@ def in_words(tree: ast.AST) -> dict[str, Takes]:
     return found
 
 
+def before_validation(tree: ast.AST) -> set[str]:
+    """The fields whose values are rewritten before their type is looked at: `@field_validator("field", mode="before")`."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="field_validator"), args=names, keywords=[ast.keyword(arg="mode", value=mode)]):
+                if ast.unparse(mode) == "'before'":
+                    found |= {str(name.value) for name in names if isinstance(name, ast.Constant)}
+    return found
+
+
 def fields_of(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
     for part in node.body:
         if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):

@@ -15,6 +15,7 @@ ROLE_RULES = (
     modes.check_mode,
     modes.check_overlap,
     modes.check_sms,
+    capacity.check_engine_limits,
     capacity.check_capacity,
     capacity.check_lanes,
     capacity.check_shape,

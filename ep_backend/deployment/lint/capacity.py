@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from ep_backend.deployment.batches import batch_limit, chunk, eager, largest_bucket, tokens_a_sequence
+from ep_backend.deployment.batches import batch_limit, chunk, eager, largest_bucket, tokens_a_sequence, whole_prompts
 from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.resolve import buffer_config, limited_as_grouped
@@ -14,6 +14,23 @@ from ep_backend.plan.memory import memory
 
 WASTE = 4
 HIGHEST_FRACTION = 0.95
+
+
+def check_engine_limits(view: RoleView) -> Iterator[Problem]:
+    """What vLLM compares at start; limits that are not given follow the others."""
+    role = view.role
+    batch = role.number("max-num-batched-tokens")
+    if role.engine != "vllm" or batch is None:
+        return
+    least = {"max-num-seqs": role.number("max-num-seqs") or 0}
+    if whole_prompts(role):
+        least["max-model-len"] = role.number("max-model-len") or 0
+    for flag, number in least.items():
+        if batch < number:
+            also = ", which must fit whole without chunked prefill" if flag == "max-model-len" else ""
+            what = f"is {batch}, but {flag} is {number}{also}"
+            it = "it and ep.max_tokens" if number > (role.ep.max_tokens or number) else "it"
+            yield problem("EP123", view.flag_place("max-num-batched-tokens"), what, f"set {it} to {number}, or lower {flag}")
 
 
 def check_capacity(view: RoleView) -> Iterator[Problem]:
@@ -41,7 +58,7 @@ def check_capacity(view: RoleView) -> Iterator[Problem]:
             f"is {capacity}, but chunked-prefill-size over {role.data_parallel} ranks is {tokens} tokens a rank",
             f"set max_tokens to {tokens}, or chunked-prefill-size to {capacity * role.data_parallel}",
         )
-    elif sequences * each > capacity:
+    elif sequences * each > capacity and not any(check_engine_limits(view)):  # else the fault is told there
         times = f" of {each} tokens each" if each > 1 else ""
         yield problem(
             "EP103",

@@ -9,7 +9,7 @@ from ep_backend.deployment.engines import NVSHMEM_BUILT, SUPPORTED, installed, n
 from ep_backend.deployment.engines.extract import Table
 from ep_backend.deployment.engines.values import SWITCH, TEXT
 from ep_backend.deployment.flags import TRANSFER, further_transfer
-from ep_backend.deployment.lint.values import refused
+from ep_backend.deployment.lint.values import refused, refused_inside
 from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.spelling import in_yaml
@@ -79,6 +79,8 @@ def check_values(view: RoleView) -> Iterator[Problem]:
         if "." not in key and (before := spelt.setdefault(flag, key)) != key:
             yield problem("EP300", (*view.place, "args", key), f"is {before} again, in another spelling", "keep one of them")
         takes = None if "." in key else known.flags.get(flag)
+        if flag in known.inside:
+            yield from _values_inside(view, known, key, exact=version in (None, known.version))
         if flag in OWNED_FLAGS or flag not in known.flags or _value_gone(known, flag, value):
             continue
         if isinstance(takes, list) and version not in (None, known.version):
@@ -92,12 +94,52 @@ def check_values(view: RoleView) -> Iterator[Problem]:
             yield problem("EP309", (*view.place, "args", key), what, fix)
 
 
+def _values_inside(view: RoleView, known: Table, key: str, *, exact: bool) -> Iterator[Problem]:
+    """Of a flag that takes JSON. Without its keys it is no JSON, or JSON of something else."""
+    value, inside = view.role.args[key], known.inside[_flag(key)]
+    for place, path, given in _pairs(view, key):
+        takes = inside.get(_field(key, path[0])) if len(path) == 1 else None
+        if fault := refused_inside(takes if exact or not isinstance(takes, list) else TEXT, given):
+            kind, fix = fault
+            yield problem("EP309", place, f"is {in_yaml(given)}, but {_name(known)} takes {kind}", fix)
+    if "." not in key and isinstance(value, (str, list)) and not str(value).isdigit():
+        what = f"is {in_yaml(value)}, but {_name(known)} takes JSON with keys"
+        fix = f"write a mapping, such as {{{next(iter(inside))}: ...}}"
+        yield problem("EP309", (*view.place, "args", key), what, fix)
+
+
+def _keys_inside(view: RoleView, known: Table, key: str) -> Iterator[Problem]:
+    """Keys of a JSON flag that the engine's class does not have, each of which ends its start."""
+    inside = known.inside[_flag(key)]
+    for place, (inner, *_), _ in _pairs(view, key):
+        if _field(key, inner) not in inside:
+            what = f"{f'has no key {inner}' if '.' in key else f'is no key of {_flag(key)}'} in {_name(known)}"
+            yield problem("EP314", place, what, _suggest(inner, inside, "remove it"))
+
+
+def _field(key: str, inner: str) -> str:
+    """The name in the class; only of the speculative configuration vLLM takes dashes for underscores."""
+    return inner.replace("-", "_") if _flag(key) == "speculative-config" else inner
+
+
+def _pairs(view: RoleView, key: str) -> Iterator[tuple[tuple[str, ...], list[str], JsonValue]]:
+    """Place, path and value of each key of a JSON flag, also of the one after a dot."""
+    value, place, (_, *path) = view.role.args[key], (*view.place, "args", key), key.split(".")
+    if path:
+        yield place, path, value
+    elif isinstance(value, dict):
+        for inner, given in value.items():
+            yield (*place, inner), [inner], given
+
+
 def check_flags(view: RoleView) -> Iterator[Problem]:
     engine = view.role.engine
     known, old = table(engine, engine_version(view)), replaced(engine)["flags"]
     flags = set(known.flags)
     for key, value in view.role.args.items():
         flag, place = _flag(key), (*view.place, "args", key)
+        if flag in known.inside:
+            yield from _keys_inside(view, known, key)
         if flag in OWNED_FLAGS or flag in flags:
             if value is False and known.flags.get(flag) in (SWITCH, None) and flag in flags and f"no-{flag}" not in flags:
                 what = f"is false, and {_name(known)} has no --no-{flag}"

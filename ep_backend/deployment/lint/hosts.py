@@ -78,6 +78,11 @@ def check_control(deployment: Deployment, views: list[RoleView]) -> Iterator[Pro
     control = deployment.control
     if control.host not in LOOPBACK and control.key is None:
         yield problem("EP406", ("control", "host"), f"is {control.host}, and there is no key", "set control.key")
+    kind = deployment.target.kind
+    several = kind in (*KUBERNETES, "slurm") or (kind == "shell" and deployment.topology.nodes > 1)
+    if several and not is_loopback(control.host) and control.host not in EVERY_ADDRESS:
+        what = f"is {control.host}, but the agents run on several hosts, each with addresses of its own"
+        yield problem("EP412", ("control", "host"), what, f"set host: {EVERY_ADDRESS[0]}, or remove it")
     for view in views:
         if view.role.arg(LOCAL_BROADCAST):
             place = view.flag_place(LOCAL_BROADCAST)

@@ -8,8 +8,8 @@ from ep_backend.deployment.resolve import ModelUnknown, model_config
 from ep_backend.deployment.schema import Deployment
 
 CHECKPOINT = (
-    "give a folder with a Hugging Face checkpoint (`ep-backend checkpoint OUT` writes a small one), or a preset, with "
-    "`source` where the nodes load it from elsewhere"
+    "give a folder of this machine with a Hugging Face checkpoint, absolute or from this file's folder (`ep-backend checkpoint "
+    "OUT` writes a small one), or a preset, with `source` where the nodes load it from elsewhere"
 )
 
 

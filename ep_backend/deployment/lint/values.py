@@ -11,6 +11,9 @@ from ep_backend.errors import did_you_mean
 # Both engines' parsers; which letters mean what is theirs.
 IN_WORDS = r"\d+(\.\d+)?([kKmMgGtT]i?)?"
 
+# pydantic's, of a switch in JSON.
+BOOLEAN_WORDS = ("true", "false", "t", "f", "yes", "no", "y", "n", "on", "off", "1", "0")
+
 
 def refused(takes: Takes, value: JsonValue) -> tuple[str, str] | None:
     """What the flag takes instead of a value, and the fix; None if it takes it."""
@@ -41,6 +44,18 @@ def refused(takes: Takes, value: JsonValue) -> tuple[str, str] | None:
         TEXT: (not isinstance(value, (bool, list)), "one text", "write one text"),
     }[takes]
     return None if fits else (kind, fix)
+
+
+def refused_inside(takes: Takes, value: JsonValue) -> tuple[str, str] | None:
+    """The same of a key of a JSON flag: pydantic reads it, and takes a switch as text, 2.0 and true as numbers, null where the
+    engine's default is null (which the tables do not hold)."""
+    if (
+        value is None
+        or (takes == BOOLEAN and str(value).lower() in BOOLEAN_WORDS)
+        or (takes in (INTEGER, FLOAT) and (isinstance(value, bool) or (isinstance(value, float) and value.is_integer())))
+    ):
+        return None
+    return refused(takes, value)
 
 
 def _is_integer(value: JsonValue) -> bool:

@@ -39,7 +39,7 @@ class RoleView:
     def flag_place(self, *flags: str) -> Place:
         """Where the first of these flags stands under args, as the file spells it."""
         for key in self.role.args:
-            if key.replace("_", "-").lstrip("-") in flags:
+            if key.replace("_", "-").lstrip("-").split(".")[0] in flags:
                 return (*self.place, "args", key)
         return self.place
 

@@ -97,10 +97,12 @@ def launches(found: Sequence[Command], file: Callable[[str], str | None] = lambd
         engine, first, after = at
         env = dict(command.env)
         before = [word for word in command.words[:first] if word not in ("python", "python3", "-m", "env")]
-        for word in before:
-            if given := ASSIGNMENT.fullmatch(word.removeprefix("--env=")):
-                env[given[1]] = given[2]
-        before = [word for word in before if not ASSIGNMENT.fullmatch(word.removeprefix("--env="))]
+        assigned = {
+            index: given for index, word in enumerate(before) if (given := ASSIGNMENT.fullmatch(word.removeprefix("--env=")))
+        }
+        env |= {given[1]: given[2] for given in assigned.values()}
+        taken = {*assigned, *(index - 1 for index in assigned if before[index - 1] in ("-e", "--env"))}
+        before = [word for index, word in enumerate(before) if index not in taken]
         flags, said = _flags(engine, command.words[after:])
         program = command.words[first]
         image = program if ENTRY_POINTS.fullmatch(program) else _image(before)

@@ -11,7 +11,7 @@ from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.schema import Deployment
 
 # Keys of args or env that the engine's version does not take, or that this file decides.
-REMOVED = {"EP212", "EP301", "EP302", "EP303", "EP304", "EP305", "EP308", "EP320", "EP321", "EP322", "EP323"}
+REMOVED = {"EP212", "EP301", "EP302", "EP303", "EP304", "EP305", "EP308", "EP314", "EP320", "EP321", "EP322", "EP323"}
 MODES = {"EP201", "EP202", "EP203", "EP204"}
 SHM, GPUS = "64GiB", 8
 
@@ -62,8 +62,11 @@ def _repair(document: dict[str, Any], problem: Problem) -> Note:
     if code in MODES:
         mode, held["mode"] = held["mode"], "auto"
         return Note("changed", role, f"mode {mode}", "ep.mode: auto", problem.what)
+    for inner in place[4:]:  # of a flag that takes JSON
+        held, key = held[key], inner
     value = held.pop(key)
-    spelt = f"{key}={value}" if part == "env" else f"--{key} {'' if value is True else value}".strip()
+    name = ".".join(place[3:])
+    spelt = f"{name}={value}" if part == "env" else f"--{name} {'' if value is True else value}".strip()
     if code == "EP307":
         whole = problem.what.removeprefix("is short for ")
         held[whole] = value

@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 # Stand for an expansion while words are split; no text that people write has them.
 OPEN, CLOSE = "\ue000", "\ue001"
 MARK = re.compile(f"{OPEN}(\\d+){CLOSE}")
+# An array's words stand between NAME=ARRAY or NAME+=ARRAY and END.
+ARRAY, END = "\ue002", "\ue003"
+ARRAY_START = re.compile(rf"([A-Za-z_]\w*)(\+?)={ARRAY}")
+ARRAY_IN_SHELL = re.compile(r"([A-Za-z_]\w*\+?=)\(")
+ALL_OF_ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 NAME = re.compile(r"\$([A-Za-z_]\w*)")
 REDIRECTION = re.compile(r"(?:\d+|&)?>>?\s*(?:&\d+|[^\s;&|<>]+)|<(?![<(])\s*[^\s;&|<>]+")
@@ -38,9 +43,10 @@ class Command:
 
 def commands(text: str, variables: Mapping[str, str] | None = None) -> list[Command]:
     """The simple commands of a text in their order. `variables`: known before it starts. Raises Unreadable."""
-    known, exported = dict(variables or {}), dict[str, str]()
+    known, exported, arrays = dict(variables or {}), dict[str, str](), dict[str, list[str]]()
     found: list[Command] = []
-    for words in _split(text.replace("\r\n", "\n"), known):
+    for words in _split(text.replace("\r\n", "\n"), known, arrays):
+        words = _without_arrays(words, arrays)
         while words and words[0] in ("exec", "nohup", "time", "then", "do", "else", "{"):
             words = words[1:]
         own: dict[str, str] = {}
@@ -65,6 +71,21 @@ def commands(text: str, variables: Mapping[str, str] | None = None) -> list[Comm
         else:
             found.append(Command(words, {**exported, **own}))
     return found
+
+
+def _without_arrays(words: list[str], arrays: dict[str, list[str]]) -> list[str]:
+    """The words that are not of an array's assignment; those go to `arrays`."""
+    kept: list[str] = []
+    into = kept
+    for word in words:
+        if opened := ARRAY_START.fullmatch(word):
+            into = [*arrays.get(opened[1], [])] if opened[2] else []
+            arrays[opened[1]] = into
+        elif word == END:
+            into = kept
+        else:
+            into.append(word)
+    return kept
 
 
 def _shell_at(words: list[str]) -> slice | None:
@@ -106,7 +127,7 @@ def _evaluated(node: ast.expr, variables: Mapping[str, str]) -> int:
     raise ValueError("no arithmetic over whole numbers")
 
 
-def _split(text: str, known: Mapping[str, str]) -> Iterator[list[str]]:
+def _split(text: str, known: Mapping[str, str], arrays: Mapping[str, list[str]]) -> Iterator[list[str]]:
     """The words of each simple command, with the variables that are known when its turn comes."""
     pieces, expansions = _scan(text)
     for line, piece in pieces:
@@ -115,7 +136,15 @@ def _split(text: str, known: Mapping[str, str]) -> Iterator[list[str]]:
         except ValueError as error:
             raise Unreadable(f"line {line}: {str(error).lower()}; close it") from None
         if words:
-            yield [MARK.sub(lambda mark: _expanded(expansions[int(mark[1])], known), word) for word in words]
+            yield [each for word in words for each in _words_of(word, expansions, known, arrays)]
+
+
+def _words_of(word: str, expansions: list[str], known: Mapping[str, str], arrays: Mapping[str, list[str]]) -> Iterator[str]:
+    """The word, expanded; all of an array is a word an element."""
+    if (mark := MARK.fullmatch(word)) and (whole := ALL_OF_ARRAY.fullmatch(expansions[int(mark[1])])) and whole[1] in arrays:
+        yield from arrays[whole[1]]
+    else:
+        yield MARK.sub(lambda mark: _expanded(expansions[int(mark[1])], known), word)
 
 
 def _expanded(raw: str, known: Mapping[str, str]) -> str:
@@ -132,6 +161,7 @@ def _scan(text: str) -> tuple[list[tuple[int, str]], list[str]]:
     expansions: list[str] = []
     piece, started, line, at, quote = "", 1, 1, 0, ""
     documents: list[re.Pattern[str]] = []
+    in_array = False
     while at < len(text):
         char = text[at]
         if char == "\\" and quote == '"' and text[at + 1 : at + 2] in ("$", "`"):
@@ -162,6 +192,12 @@ def _scan(text: str) -> tuple[list[tuple[int, str]], list[str]]:
             last = documents.pop(0).search(text, at)
             past = last.end() if last else len(text)
             line, at = line + text.count("\n", at, past), past
+        elif in_array and char == "\n":
+            piece, at, line = piece + " ", at + 1, line + 1
+        elif in_array and char == ")":
+            piece, at, in_array = f"{piece} {END}", at + 1, False
+        elif (not piece or piece[-1].isspace()) and not in_array and (array := ARRAY_IN_SHELL.match(text, at)):
+            piece, at, in_array = f"{piece}{array[1]}{ARRAY} ", array.end(), True
         elif placeholder := PLACEHOLDER.match(text, at):
             piece, at = piece + placeholder[0].replace(" ", "-"), placeholder.end()
         elif (not piece or not piece[-1].isalnum()) and (redirection := REDIRECTION.match(text, at)):
@@ -174,6 +210,8 @@ def _scan(text: str) -> tuple[list[tuple[int, str]], list[str]]:
             piece, at = piece + char, at + 1
     if quote:
         raise Unreadable(f"line {started}: a quotation that starts with {quote} is not closed; close it")
+    if in_array:
+        raise Unreadable(f"line {started}: an array is not closed; add )")
     return [*pieces, (started, piece)], expansions
 
 

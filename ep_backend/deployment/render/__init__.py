@@ -12,13 +12,14 @@ from ep_backend.deployment.lint.texts import rules
 from ep_backend.deployment.load import read
 from ep_backend.deployment.problems import DeploymentError, Finding, Problem
 from ep_backend.deployment.render import kubernetes, slurm
+from ep_backend.deployment.render.podmonitor import POD_MONITOR, pod_monitor
 from ep_backend.deployment.render.role import ENGINE, FIRST_PORT, LAUNCH, SETTINGS, role_files
 from ep_backend.deployment.render.router import ROUTER, router_script
 from ep_backend.deployment.schema import Deployment, TargetKind
 from ep_backend.serving import is_loopback
 
 LWS, DISAGGREGATED_SET = "lws.yaml", "disaggregatedset.yaml"
-FILES = {ROUTER, slurm.JOB, LWS, DISAGGREGATED_SET} | {
+FILES = {ROUTER, slurm.JOB, LWS, DISAGGREGATED_SET, POD_MONITOR} | {
     f"{role}/{name}" for role in FIRST_PORT for name in (LAUNCH, ENGINE, SETTINGS)
 }
 """Everything that may be written, by its path in the folder."""
@@ -93,6 +94,8 @@ def files_for(deployment: Deployment, kinds: Sequence[TargetKind]) -> dict[str, 
         files[LWS] = kubernetes.lws(deployment, roles)
     if "disaggregatedset" in kinds:
         files[DISAGGREGATED_SET] = kubernetes.disaggregated_set(deployment, roles)
+    if not set(kinds).isdisjoint(KUBERNETES) and (monitor := pod_monitor(deployment, roles)):
+        files[POD_MONITOR] = monitor
     return files
 
 
@@ -118,7 +121,7 @@ def write(rendered: Rendered, folder: Path) -> None:
     for name, text in rendered.files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600 if rendered.has_key and path.name in (SETTINGS, LWS, DISAGGREGATED_SET) else 0o644)
+        path.touch(mode=0o600 if rendered.has_key and path.name in (SETTINGS, LWS, DISAGGREGATED_SET, POD_MONITOR) else 0o644)
         path.write_text(text, encoding="utf-8")
         if path.suffix == ".sh":
             path.chmod(0o755)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ep_backend.deployment.render.role import LAUNCH, SETTINGS, RoleFiles, bootstrap_port, source
+from ep_backend.deployment.render.role import LAUNCH, SETTINGS, RoleFiles, agents_reachable, bootstrap_port, source
 from ep_backend.deployment.render.router import ROUTER, router_script, startup_s
 from ep_backend.deployment.render.text import HEADER, as_yaml
 from ep_backend.deployment.schema import RENDERED_MOUNTS, Deployment, Image
@@ -22,6 +22,7 @@ WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
 # variables are injected by the LeaderWorkerSet controller.
 START = f"find /dev/shm -mindepth 1 -delete; NODE=$LWS_WORKER_INDEX LEADER=$LWS_LEADER_ADDRESS exec /bin/bash {MOUNT}/{LAUNCH}"
 PROBE_S = 10
+AGENTS_PORT = "agents"
 SUFFIXES = (("Gi", 1 << 30), ("Mi", 1 << 20), ("Ki", 1 << 10))
 
 
@@ -31,7 +32,7 @@ def lws(deployment: Deployment, roles: Sequence[RoleFiles]) -> str:
         {
             "apiVersion": "leaderworkerset.x-k8s.io/v1",
             "kind": "LeaderWorkerSet",
-            "metadata": {"name": f"{deployment.name}-{part.name}", "labels": _labels(deployment, part.name)},
+            "metadata": {"name": f"{deployment.name}-{part.name}", "labels": labels(deployment, part.name)},
             "spec": _group(deployment, part),
         }
         for part in roles
@@ -52,10 +53,14 @@ def disaggregated_set(deployment: Deployment, roles: Sequence[RoleFiles]) -> str
 
 def _manifest(deployment: Deployment, roles: Sequence[RoleFiles], sets: Sequence[Object]) -> str:
     files = [file for part in roles for file in _configuration(deployment, part)]
-    objects = [*files, *sets, *_addresses(deployment, roles)]
-    if namespace := deployment.target.pod.namespace:
-        objects = [each | {"metadata": {**each["metadata"], "namespace": namespace}} for each in objects]
-    return HEADER + as_yaml(*objects)
+    return HEADER + as_yaml(*in_namespace(deployment, [*files, *sets, *_addresses(deployment, roles)]))
+
+
+def in_namespace(deployment: Deployment, objects: Sequence[Object]) -> list[Object]:
+    """The objects, in the file's namespace if it has one."""
+    namespace = deployment.target.pod.namespace
+    own = {"namespace": namespace} if namespace else {}
+    return [each | {"metadata": {**each["metadata"], **own}} for each in objects]
 
 
 def _group(deployment: Deployment, part: RoleFiles) -> Object:
@@ -104,15 +109,17 @@ def _pod(deployment: Deployment, part: RoleFiles, *, leader: bool) -> Object:
         "securityContext": {"capabilities": {"add": sorted({*pod.capabilities, "IPC_LOCK"})}},
         "volumeMounts": mounts,
     }
-    if leader:
-        container |= {"ports": [{"name": "http", "containerPort": part.port}], **_probes(deployment)}
+    ports = [{"name": "http", "containerPort": part.port}] if leader else []
+    if agents_reachable(deployment):
+        ports.append({"name": AGENTS_PORT, "containerPort": part.agents})
+    container |= ({"ports": ports} if ports else {}) | (_probes(deployment) if leader else {})
     spec: Object = {
         **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if pod.host_network else {}),
         "terminationGracePeriodSeconds": math.ceil(target.drain_timeout_s + target.stop_timeout_s),
         "containers": [container],
         "volumes": volumes,
     }
-    return {"metadata": {"labels": _labels(deployment, part.name)}, "spec": spec}
+    return {"metadata": {"labels": labels(deployment, part.name)}, "spec": spec}
 
 
 def _probes(deployment: Deployment) -> Object:
@@ -137,7 +144,7 @@ def _configuration(deployment: Deployment, part: RoleFiles) -> list[Object]:
             {
                 "apiVersion": "v1",
                 "kind": "Secret" if secret else "ConfigMap",
-                "metadata": {"name": reference["name"], "labels": _labels(deployment, part.name)},
+                "metadata": {"name": reference["name"], "labels": labels(deployment, part.name)},
                 "immutable": True,
                 "stringData" if secret else "data": data,
             }
@@ -174,7 +181,7 @@ def _addresses(deployment: Deployment, roles: Sequence[RoleFiles]) -> list[Objec
 
 
 def _router(deployment: Deployment, roles: Sequence[RoleFiles]) -> list[Object]:
-    labels, files = _labels(deployment, "router"), {ROUTER: router_script(deployment)}
+    own, files = labels(deployment, "router"), {ROUTER: router_script(deployment)}
     config, port = f"{deployment.name}-router-{_digest(files)}", deployment.router.port
     leaders = {part.name.upper(): _leader_name(deployment, part) for part in roles}
     container: Object = {
@@ -191,21 +198,21 @@ def _router(deployment: Deployment, roles: Sequence[RoleFiles]) -> list[Object]:
         {
             "apiVersion": "v1",
             "kind": "ConfigMap",
-            "metadata": {"name": config, "labels": labels},
+            "metadata": {"name": config, "labels": own},
             "immutable": True,
             "data": files,
         },
         {
             "apiVersion": "apps/v1",
             "kind": "Deployment",
-            "metadata": {"name": f"{deployment.name}-router", "labels": labels},
+            "metadata": {"name": f"{deployment.name}-router", "labels": own},
             "spec": {
                 "replicas": 1,
-                "selector": {"matchLabels": labels},
-                "template": {"metadata": {"labels": labels}, "spec": spec},
+                "selector": {"matchLabels": own},
+                "template": {"metadata": {"labels": own}, "spec": spec},
             },
         },
-        _service(deployment.name, labels, port, {}),
+        _service(deployment.name, own, port, {}),
     ]
 
 
@@ -215,14 +222,15 @@ def _service(name: str, selector: dict[str, str], http: int, others: dict[str, i
 
 
 def _leader(deployment: Deployment, part: RoleFiles) -> dict[str, str]:
-    return {**_labels(deployment, part.name), WORKER_INDEX: "0"}
+    return {**labels(deployment, part.name), WORKER_INDEX: "0"}
 
 
 def _leader_name(deployment: Deployment, part: RoleFiles) -> str:
     return f"{deployment.name}-{part.name}-leader"
 
 
-def _labels(deployment: Deployment, component: str) -> dict[str, str]:
+def labels(deployment: Deployment, component: str) -> dict[str, str]:
+    """Of everything of one component."""
     return {"app.kubernetes.io/name": deployment.name, "app.kubernetes.io/component": component}
 
 

@@ -16,6 +16,7 @@ from ep_backend.deployment.render.text import HEADER, array, as_yaml, script
 from ep_backend.deployment.resolve import topology
 from ep_backend.deployment.schema import Deployment, Role, RoleName
 from ep_backend.deployment.words import REPEATED, flag_words
+from ep_backend.serving import is_loopback
 
 LAUNCH, ENGINE, SETTINGS = "launch.sh", "engine.yaml", "settings.json"
 # The roles' ports do not meet, for both may run on one host.
@@ -32,6 +33,8 @@ class RoleFiles:
     name: RoleName
     role: Role
     port: int
+    agents: int
+    """The first rank's agent."""
     ranks_a_node: int
     launch: str
     engine: str
@@ -52,6 +55,7 @@ def role_files(deployment: Deployment, name: RoleName, role: Role) -> RoleFiles:
         name,
         role,
         port,
+        first + AGENTS,
         role.ep_size // role.nodes,
         script([*_node_lines(deployment, name, role), *lines]),
         HEADER + as_yaml(common),
@@ -62,6 +66,11 @@ def role_files(deployment: Deployment, name: RoleName, role: Role) -> RoleFiles:
 def source(deployment: Deployment) -> str:
     """What the engines load; the caller has checked that the file says it."""
     return deployment.model.source or str(deployment.model.path)
+
+
+def agents_reachable(deployment: Deployment) -> bool:
+    """Do the ranks' agents listen where others reach them? They then ask for the key."""
+    return not is_loopback(deployment.control.host) and deployment.control.key is not None
 
 
 def bootstrap_port(name: RoleName) -> int:

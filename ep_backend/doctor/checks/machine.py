@@ -14,7 +14,9 @@ IPC_LOCK = 14
 RANK_BYTES = 3 * GIB
 SHM_DEFAULT = 64 << 20  # of a container that nobody asked otherwise
 SHM_BYTES = {"gpu": 16 * GIB, "cpu": GIB}
-FILES_ADVISED, FILES_LEAST = 65536, 4096
+# Both engines raise their soft limit to this, if the hard one lets them; vLLM where it serves HTTP, so not on a role's further
+# hosts. Only ranks on several hosts hold sockets to all others; on one host it is mostly clients' connections.
+FILES_ENGINE, FILES_ONE_HOST, FILES_LEAST = 65535, 16384, 4096
 THREADS_A_RANK = 512
 FAST_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
 # libfabric's EFA provider: two pools of 110 MB for every core.
@@ -91,11 +93,22 @@ def memlock(host: Host, need: Need) -> Verdict:
 
 
 def open_files(host: Host, need: Need) -> Verdict:
-    soft = _limit(host, "Max open files")
+    soft, hard = _limit(host, "Max open files"), _limit(host, "Max open files", hard=True)
     text = f"nofile: {'unlimited' if soft is None else soft}"
-    if soft is None or soft >= FILES_ADVISED:
+    if soft is None or soft >= FILES_ENGINE:
         return passed(text)
-    return fail(text) if soft < FILES_LEAST else warn(f"{text}, advised {FILES_ADVISED}")
+    several = "nodes" in need.words
+    advised = FILES_ENGINE if several else FILES_ONE_HOST
+    if soft >= advised:
+        return passed(text)
+    if hard is None or hard >= FILES_ENGINE:
+        if not (several and "vllm" in need.engines):
+            return passed(f"{text}, which the engine raises to {FILES_ENGINE}")
+        text = f"{text}, which vLLM raises on the leader's host only"
+    else:
+        text = f"{text}, at most {hard}"
+    text = f"{text}, advised {advised}"
+    return fail(text) if soft < FILES_LEAST else warn(text)
 
 
 def threads(host: Host, need: Need) -> Verdict:
@@ -144,11 +157,11 @@ def capability(host: Host, bit: int) -> bool:
         raise Unknown(f"CapEff is {text[:40]!r}, no number") from None
 
 
-def _limit(host: Host, name: str) -> int | None:
-    """A soft limit of this process; None: unlimited."""
+def _limit(host: Host, name: str, *, hard: bool = False) -> int | None:
+    """A limit of this process, the soft one unless said otherwise; None: unlimited."""
     for line in host.read(LIMITS).splitlines():
         if line.startswith(name):
-            word = line.removeprefix(name).split()[0]
+            word = line.removeprefix(name).split()[hard]
             return None if word == "unlimited" else _number(word, name)
     raise Unknown(f"{LIMITS} has no {name}")
 
@@ -222,4 +235,6 @@ def _number(text: str, name: str) -> int:
 
 
 def _gib(size: float) -> str:
+    if 0 < size < GIB // 10:
+        return f"{size / 2**20:.3g} MiB"
     return f"{size / GIB:.2g} GiB" if size < 10 * GIB else f"{size / GIB:.0f} GiB"

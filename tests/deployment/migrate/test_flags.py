@@ -136,7 +136,8 @@ def test_what_the_file_does_not_decide_of_the_kv_transfer_reaches_the_engine(wor
         ("decode", "{kv_load_failure_policy: fail}", False),
         ("decode", "{kv_role: kv_both}", True),
         ("decode", "{kv_connector_extra_config: {kv_lease_duration: 1}}", True),
-        ("decode", "'{}'", True),
+        ("decode", "'{}'", False),
+        ("decode", """'{"kv_role": "kv_both"}'""", True),
         ("unified", "{kv_load_failure_policy: fail}", True),
     ],
 )
@@ -272,3 +273,11 @@ def test_what_a_default_assumes_of_the_gpu_is_told() -> None:
 
     assert "on GPUs of 80 GiB; nothing tells what yours have, --topology does" in why()
     assert why(topology="b200-nvl8") == "what the engine's own limits admit in a step"
+
+
+def test_keys_of_json_flags_that_the_version_lacks_are_left_out() -> None:
+    config = '{"num_redundant_experts": 0, "window_size": 1000, "window": 1}'
+    made = migrate([("here.sh", f"{SERVE} --eplb-config '{config}'")])
+    assert args_of(made, "unified")["eplb-config"] == {"num_redundant_experts": 0, "window_size": 1000}
+    (note,) = [note for note in notes_of(made) if "eplb" in note[1]]
+    assert note == ("left out", "--eplb-config.window 1", "")

@@ -98,6 +98,12 @@ SERVE = "vllm serve deepseek-ai/DeepSeek-V3 -dp 8 -ep"
         (f"{SERVE} --compilation_config '{{\"mode\": 3}}'", {"compilation-config": {"mode": 3}}, {}),
         (f"{SERVE} --allowed-origins '[\"*\"]' --served-model-name a b", {"allowed-origins": '["*"]'}, {}),
         (f"{SERVE} --api-key $(cat key | tr -d ' ') --root-path '$HOME/#x'", {"root-path": "$HOME/#x"}, {}),
+        (
+            f"A=(-x)\nA=(--seed 6  # it's (so)\n  --root-path '(a)')\nA+=(--no-x)\n{SERVE} \"${{A[@]}}\"",
+            {"seed": 6, "root-path": "(a)"},
+            {},
+        ),
+        (f"local -a a=({SERVE})\n(exec ${{a[*]}} --seed 7)", {"seed": 7}, {}),
         (f"{SERVE}\r\n", {}, {}),
         (f"{SERVE} \\", {}, {}),
         (f"cat > a <<'EOF'\nit's $(not\nEOF\n{SERVE} --seed 4", {"seed": 4}, {}),
@@ -111,6 +117,11 @@ def test_what_shells_allow(text: str, flags: dict[str, object], env: dict[str, s
     assert (launch.flags["data-parallel-size"], launch.flags["enable-expert-parallel"]) == (8, True)
     assert flags.items() <= launch.flags.items()
     assert launch.env == env
+
+
+def test_options_of_variables_leave_with_them() -> None:
+    (launch,) = launches(commands(f"docker run --rm -e A=1 --env B=2 -e C image {SERVE}"))
+    assert (launch.env, launch.before) == ({"A": "1", "B": "2"}, ["docker", "run", "--rm", "-e", "C", "image"])
 
 
 def test_what_a_shell_would_have_to_run_stays_as_it_is() -> None:
@@ -129,6 +140,7 @@ SGLANG = "python3 -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V3"
         ("echo 'vllm serve model'", "no command starts an engine"),
         ("vllm serve 'unclosed", "line 1: a quotation that starts with ' is not closed"),
         ("\n\nvllm serve $(oops", r"line 3: \$\( is not closed; add \)"),
+        ("ls\nA=(--seed\nvllm serve x", r"line 2: an array is not closed; add \)"),
         ("vllm serve --seed 1", "the vllm command names no model; add --model PATH_OR_ID"),
         ("vllm serve someone/unheard-of -dp 8", "model someone/unheard-of is none that is known here.*--model"),
         (f"{SGLANG} --tp-size $TP", r"--tp-size is '\$TP', must be a whole number of at least 1; write it, or set the"),
@@ -156,6 +168,7 @@ def test_the_command(tmp_path: Path) -> None:
     code, out, error = run(*files, "--out", str(tmp_path / "d.yaml"))
     assert (code, out) == (0, "")
     assert re.search(r"changed +decode +--cuda-graph-bs 256 -> args.cuda-graph-bs-decode: the engine renamed it", error)
+    assert run(*files, "--out", "-")[:2] == (0, (tmp_path / "d.yaml").read_text())
     code, out, error = run(*files, "--json")
     told = json.loads(out)
     assert (code, error) == (0, "")

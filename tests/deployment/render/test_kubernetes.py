@@ -1,6 +1,7 @@
 """Manifests: valid by the API's schemas, and with what expert-parallel engines need of Kubernetes."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -135,3 +136,54 @@ def test_a_change_of_the_role_rolls_its_pods(rendered: Callable[..., Path]) -> N
 
     before, after = configurations(), configurations(("max-num-seqs: 128", "max-num-seqs: 64"))
     assert {name.rpartition("-")[0] for name in before ^ after} == {"small-decode"}
+
+
+@pytest.mark.parametrize("kind", ["lws", "disaggregatedset"])
+def test_prometheus_finds_the_agent_of_every_rank(rendered: Callable[..., Path], kind: str) -> None:
+    out = rendered("sglang", ("  pod: {", "  pod: {namespace: moe, "), kinds=(kind,))
+    secret, *monitors = documents((out / "podmonitor.yaml").read_text())
+    kubernetes_validate.validate(secret, VERSION, strict=True)
+    assert secret["stringData"] == {"key": "not-a-real-key"}
+    assert {each["metadata"]["namespace"] for each in (secret, *monitors)} == {"moe"}
+    assert (out / "podmonitor.yaml").stat().st_mode & 0o077 == 0
+    pods = list(groups(documents((out / f"{kind}.yaml").read_text())))
+    for monitor, group, role, nodes, ranks in zip(monitors, pods, ("prefill", "decode"), (2, 1), (16, 8), strict=True):
+        settings = json.loads((out / role / "settings.json").read_text())
+        assert settings["agent_host"] == "0.0.0.0"
+        template = group["leaderWorkerTemplate"]
+        found = [
+            address
+            for node in range(nodes)
+            for address in scraped(monitor, template["leaderTemplate" if node == 0 else "workerTemplate"], node, secret)
+        ]
+        per_node = ranks // nodes
+        assert found == [f"[fd00::{rank // per_node}]:{settings['agent_port'] + rank}" for rank in range(ranks)]
+
+
+def scraped(monitor: Object, template: Object, index: int, secret: Object) -> Iterator[str]:
+    """The addresses that a pod's endpoints have after Prometheus relabelled them."""
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    ports = {port["name"]: port["containerPort"] for port in template["spec"]["containers"][0]["ports"]}
+    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+        credentials = endpoint["authorization"]["credentials"]
+        assert (credentials["name"], credentials["key"] in secret["stringData"]) == (secret["metadata"]["name"], True)
+        label = "__meta_kubernetes_pod_label_leaderworkerset_sigs_k8s_io_worker_index"
+        target = {label: str(index), "__address__": f"[fd00::{index}]:{ports[endpoint['port']]}"}
+        for rule in endpoint["relabelings"]:
+            value = ";".join(target[name] for name in rule["sourceLabels"])
+            match = re.fullmatch(rule["regex"], value)
+            if rule.get("action", "replace") == "keep":
+                if not match:
+                    break
+            elif match:
+                target[rule["targetLabel"]] = match.expand(rule["replacement"].replace("${1}", r"\g<1>"))
+        else:
+            yield target["__address__"]
+
+
+def test_agents_on_loopback_are_nobodys_targets(rendered: Callable[..., Path]) -> None:
+    """Without an address that others reach there is nothing to scrape, and no key lies about."""
+    out = rendered("sglang", ("control: {host: 0.0.0.0, key: not-a-real-key}", "control: {key: not-a-real-key}"))
+    assert not (out / "podmonitor.yaml").exists()
+    containers = [template["spec"]["containers"][0] for template in templates(documents((out / "lws.yaml").read_text()))]
+    assert [[port["name"] for port in each.get("ports", [])] for each in containers] == [["http"], [], ["http"], []]

@@ -94,7 +94,7 @@ def test_a_folder_that_render_did_not_write_is_left_alone(tmp_path: Path) -> Non
 def test_the_control_key_is_for_the_owner_only(rendered: Callable[..., Path]) -> None:
     out = rendered("sglang")
     holders = {name for name, text in contents(out).items() if "not-a-real-key" in text}
-    assert holders == {"prefill/settings.json", "decode/settings.json", "lws.yaml"}
+    assert holders == {"prefill/settings.json", "decode/settings.json", "lws.yaml", "podmonitor.yaml"}
     assert {stat.S_IMODE((out / name).stat().st_mode) for name in holders} == {0o600}
 
 
