@@ -172,8 +172,8 @@ def _dtype(name: str) -> Any:
     return torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
 
 
-# Of deepseek-v3-100m in bf16: rounding changes log-probabilities by 0.05 at most, 97 in 100 greedy tokens stand out by more
-# than four times that, and a lost pick, two exchanged experts or rows at a wrong rank change them by ten times as much.
+# Of deepseek-v3-100m in bf16: rounding changes log-probabilities by 0.06 at most, 97 in 100 greedy tokens stand out by more
+# than four times that, and a lost pick, two exchanged experts or rows at a wrong rank change them by 8 to 18 times as much.
 LEVELS = (0.5, 1.5)
 """What an embedding says of a token's own experts, from and to; of the others, the negative. A router takes it ROUTER-fold."""
 ROUTER = 2.0
