@@ -214,7 +214,6 @@ struct Receiving {
     bulk_await_read();
     if (lane == source) ring.done += turn.shares;
   }
-  __device__ __forceinline__ void count() const {}
 };
 
 // This rank's answers to every source, lane j for the j-th rank behind this one, to the source's relay in this node. Its own
@@ -263,7 +262,6 @@ struct Returning {
     taken.finish(turn, lane, before + ring.done);
     ring.done += turn.shares;
   }
-  __device__ __forceinline__ void count() const {}
 };
 
 // Sums of this node's GPUs for this rank's rail peers. Lane n writes node n's; lane n * G + g reads those of GPU g.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ep_backend.fabric.nvshmem import launch
+from ep_backend.fabric.nvshmem import launch, launches, rings
 
 HEADER = Path(__file__).resolve().parents[2] / "kernels" / "include" / "ep" / "args.h"
 
@@ -31,6 +31,15 @@ def test_limits_are_mirrored() -> None:
     text = HEADER.read_text()
     assert f"kMaxRanks = {launch.MAX_RANKS};" in text
     assert f"kThreads = {32 * launch.MOST_WARPS};" in text
+    assert f"kRingThreads = {32 * rings.MOST_WARPS};" in HEADER.with_name("ring.cuh").read_text()
+    assert f"kLineStage = {launches.LINE_STAGE};" in HEADER.with_name("line.cuh").read_text()
+
+
+def test_the_trace_is_read_in_its_shape() -> None:
+    text = HEADER.with_name("trace.cuh").read_text()
+    sizes = re.search(r"kTraceBlocks = (\d+), kTraceWarps = (\d+), kTracePoints = (\d+);", text)
+    assert sizes is not None
+    assert f"SHAPE = ({', '.join(sizes.groups())})" in (HEADER.parents[2] / "scripts" / "trace.py").read_text()
 
 
 def test_roles_are_the_end_of_the_struct() -> None:

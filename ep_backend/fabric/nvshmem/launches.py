@@ -11,6 +11,7 @@ from ep_backend.fabric.nvshmem.launch import MOST_WARPS, STAGE_BYTES, Launch, Ro
 from ep_backend.modes import Layout, Mode
 
 SMS = 24  # multiprocessors of every kernel that waits for a peer, unless the call says otherwise
+LINE_STAGE = 528  # bytes of shared memory of a warp that sends or adds sums by lines: line.cuh's kLineStage
 SMALL = 512  # tokens up to which latency counts more than multiprocessors: beyond, waiting kernels have SMS blocks
 
 
@@ -117,16 +118,14 @@ class Launches:
 
     def _place(self, kernel: str, call: Call, *, early: bool = False, joins: bool = False) -> list[Launch]:
         """One block waits for everything, then all multiprocessors place it."""
-        waits = Launch("await", 1, self._shape.ranks, Roles(), early=early, joins=joins)
-        return [waits, *self._placing(kernel, call)]
-
-    def _placing(self, kernel: str, call: Call) -> list[Launch]:
         record = self._record(call)
         everywhere = self._blocks(call, self._most_blocks, self._most_blocks)
-        order = [Launch("order", everywhere, 4, Roles(), early=True)] if self.ordered(call) else []
+        result = [Launch("await", 1, self._shape.ranks, Roles(), early=early, joins=joins)]
+        if self.ordered(call):
+            result.append(Launch("order", everywhere, 4, Roles(), early=True))
         warps = min(4, STAGE_BYTES // record)
         roles = Roles(receivers=warps, receive_stage=record)
-        return [*order, Launch(kernel, everywhere, warps, roles, early=not self.ordered(call))]
+        return [*result, Launch(kernel, everywhere, warps, roles, early=not self.ordered(call))]
 
     def _input(self, call: Call) -> tuple[int, int, int]:
         """Bytes of a row that is read, in steps of so many, and of the scales that a cast leaves behind it."""
@@ -172,8 +171,7 @@ class Launches:
     def _line_combine(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
         warps, most = 15 if call.tokens <= SMS else 28, self._most_waiting if receive else self._most_blocks
         blocks = self._blocks(call, most, max(2 * call.tokens, SMS))  # other ranks may have more tokens
-        stage = layout.align_up(12 * layout.CHUNK_LINES, 16)
-        roles = Roles(warps * send, receivers=warps * receive, send_stage=stage, receive_stage=stage)
+        roles = Roles(warps * send, receivers=warps * receive, send_stage=LINE_STAGE, receive_stage=LINE_STAGE)
         return (Launch("sums", blocks, warps + 1, roles, ends=receive),)
 
     def _hybrid_dispatch(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:

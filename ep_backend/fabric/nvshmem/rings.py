@@ -12,7 +12,7 @@ _CHANNEL_SLOTS = 4  # of a ring, below which another channel would only wait mor
 MOST_SHARE = (1 << 16) - 1  # slots that a channel uses of a ring, in 16 bits of ring.cuh's End
 # Warps of a block, most of each kind, in dispatch and in combine; kernels/TUNING.md says what fewer or more do.
 _COUNTING = 8
-_MOST = 28  # of a block that moves rows: ring.cuh's kRingThreads
+MOST_WARPS = 28  # of a block that moves rows: ring.cuh's kRingThreads
 _CASTING, _COPYING, _RECEIVING = 14, 6, 12
 _RETURNING, _GATHERING, _MERGING = 9, 11, 4
 _SENT_BYTES, _SUM_BYTES = 16384, 7168  # of a warp's stage in combine: rows that leave, and rows that are summed
@@ -34,7 +34,7 @@ def count(s: Shape, blocks: int) -> Launch:
 
 def dispatch(s: Shape, call: Call, blocks: int, ordered: bool) -> tuple[Launch, ...]:
     record = layout.align_up(layout.record(call.payload, s.hidden, s.top_k).bytes, 128)
-    most = _MOST - 2  # two tell the other ends how far the others are
+    most = MOST_WARPS - 2  # two tell the other ends how far the others are
     if casts(call):  # these read rows themselves, and need room for scales alone
         sent, senders = layout.align_up(layout.scale_bytes(call.payload, s.hidden), 128), _CASTING
         relays, receivers = _share_out(min(most - senders, (STAGE_BYTES - senders * sent) // record), s.nodes - 1, _RECEIVING)
@@ -60,7 +60,7 @@ def combine(s: Shape, call: Call, blocks: int) -> Launch:
     senders = _GATHERING if masked else min(2 * s.ranks - 1, _RETURNING)
     senders = min(senders, (STAGE_BYTES - summed) // sent - relays)
     at = (senders + relays) * sent
-    receivers = min(_MOST - 2 - senders - relays, (STAGE_BYTES - at) // summed)
+    receivers = min(MOST_WARPS - 2 - senders - relays, (STAGE_BYTES - at) // summed)
     roles = Roles(
         *(senders, senders + 1 + relays, receivers, sent, summed),
         receive_at=at,

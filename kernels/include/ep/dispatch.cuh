@@ -7,6 +7,7 @@
 #include "ep/routing.cuh"
 #include "ep/rows.cuh"
 #include "ep/stage.cuh"
+#include "ep/trace.cuh"
 #include "ep/transport.cuh"
 
 namespace ep {
@@ -125,8 +126,8 @@ __device__ __forceinline__ Vec to_fp8(const Vec (&in)[2], float inverse) {
   return out;
 }
 
-// A row in steps of 512 channels. The scales gather in shared memory and leave together. Two steps hide each other's latency, one takes fewer
-// registers.
+// A row in steps of 512 channels. The scales gather in shared memory and leave together. Two steps hide each other's latency,
+// one takes fewer registers.
 template <int kSteps = 2>
 __device__ __forceinline__ void send_cast(const Args& a, const Targets& t, const Offsets& f, const unsigned char* input,
                                           u32* words, Range run, int lane) {
@@ -236,7 +237,8 @@ __device__ __forceinline__ void announce(const Args& a, Shared& sh, int lane) {
   control->epoch = sh.epoch;
 }
 
-// Tells every rank how much this block writes, then how far it has come. One warp, lane r for rank r. `to`: where the first 32 tokens go.
+// Tells every rank how much this block writes, then how far it has come. One warp, lane r for rank r. `to`: where the first 32
+// tokens go.
 template <bool kRails>
 __device__ __forceinline__ void publish(const Args& a, Shared& sh, Range mine, u32 to, int lane) {
   const int workers = int(a.senders), parts = int(a.send_parts), tokens = mine.last - mine.first;

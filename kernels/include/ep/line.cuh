@@ -19,7 +19,8 @@ constexpr int kChunk = int(kChunkBytes);
 // Never that of a cleared line.
 __device__ __forceinline__ u32 line_tag(u64 epoch) { return u32(epoch) << 1 | 1; }
 
-constexpr int kLineStage = int((12 * kChunkLines + 15) / 16 * 16);   // bytes of a chunk's words in shared memory
+constexpr int kLineStage = 528;   // bytes of a chunk's words in shared memory
+static_assert(kLineStage >= 12 * kChunkLines and kLineStage % 16 == 0, "a chunk's words fit, as vectors");
 
 constexpr int kClearBits = 16;   // 2^16 rounds clear the same slot, and 2^30 all of them: at most 32 ranks x 512 tokens
 
@@ -58,9 +59,9 @@ __device__ __forceinline__ void look_at_lines(u64 from, int lines, Vec (&line)[2
   for (int j = 0; j < 2; ++j)
     if (lane + 32 * j < lines) line[j] = load_line(from + (lane + 32 * j) * kLineBytes);
 }
-// The same once all are here; they have been looked at. `taken` records of the channel were here before.
-__device__ __forceinline__ bool await_lines(const Args& a, Trouble& t, u64 from, int lines, u64 epoch, int source, int taken,
-                                            Vec (&line)[2], int lane) {
+// The same once all are here; they have been looked at.
+__device__ __forceinline__ bool await_lines(const Args& a, Trouble& t, u64 from, int lines, u64 epoch, int source, Vec (&line)[2],
+                                            int lane) {
   u64 start = 0;
 #pragma unroll 1
   for (int turn = 1;; ++turn) {
@@ -71,7 +72,7 @@ __device__ __forceinline__ bool await_lines(const Args& a, Trouble& t, u64 from,
     look_at_lines(from, lines, line, lane);
     if (turn % 64 != 0) continue;
     if (start == 0) start = nanoseconds();
-    if (not patient_warp(a, t, source, start, signal_word(epoch, taken + 1), signal_word(epoch, taken), lane)) return false;
+    if (not patient_warp(a, t, source, start, signal_word(epoch, 1), signal_word(epoch, 0), lane)) return false;
   }
 }
 __device__ __forceinline__ void unpack_lines(const Vec (&line)[2], int lines, u32* words, int lane) {

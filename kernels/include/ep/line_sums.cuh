@@ -6,6 +6,7 @@
 #pragma once
 #include "ep/line.cuh"
 #include "ep/routing.cuh"
+#include "ep/trace.cuh"
 
 namespace ep {
 
@@ -107,7 +108,7 @@ __device__ __forceinline__ bool add_sums(const Args& a, SumShared& sh, u32* word
       const int rank = __ffs(set) - 1;
       set &= set - 1;
       if (set != 0) look_at_lines(from + (copy + 1) * next_copy, kSumLines, next, lane);
-      if (not await_lines(a, sh.trouble, from + copy * next_copy, kSumLines, sh.epoch, rank, 0, line, lane)) return false;
+      if (not await_lines(a, sh.trouble, from + copy * next_copy, kSumLines, sh.epoch, rank, line, lane)) return false;
       unpack_lines(line, kSumLines, words, lane);
       const Vec v = reinterpret_cast<const Vec*>(words)[lane];
 #pragma unroll

@@ -2,7 +2,6 @@
 #pragma once
 #include "ep/args.h"
 #include "ep/stage.cuh"
-#include "ep/trace.cuh"
 
 namespace ep {
 
