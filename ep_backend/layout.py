@@ -16,9 +16,6 @@ RAIL_CHANNELS = 4
 RING_CHANNELS = 24
 CHANNELS = 128
 LINE_TOKENS = 512
-LINE_BYTES = 16
-CHUNK_BYTES = 512
-CHUNK_LINES = 43
 COUNT_BITS = 24
 COUNT_MASK = (1 << COUNT_BITS) - 1
 
@@ -130,9 +127,7 @@ class Shape:
 
     @property
     def line_row(self) -> int:
-        if self.low_latency > LINE_TOKENS or self.per_expert:
-            return 0
-        return ceil_div(self.combine_bytes, CHUNK_BYTES) * CHUNK_LINES * LINE_BYTES
+        return 0 if self.low_latency > LINE_TOKENS or self.per_expert else self.combine_bytes
 
     @property
     def line_bytes(self) -> int:

@@ -24,7 +24,7 @@ from ep_backend.bench.worker import Buffers, Rank, Workload, _lead
 from ep_backend.fabric.nvshmem.launch import IMAGE_KERNELS
 from ep_backend.fabric.nvshmem.world import check, driver
 
-ROUNDS = 20
+ROUNDS, WARM_UP = 20, 3
 SHAPE = (132, 32, 16)  # kTraceBlocks, kTraceWarps, kTracePoints of trace.cuh
 END = {15: "block has ended"}
 RECORDS = {
@@ -51,18 +51,28 @@ class Log:
 
         api.cuLibraryLoadData = noted
 
+    def begin(self) -> None:
+        """On the current stream: what ran before is forgotten."""
+        for at, size in self._arrays().values():
+            check(driver().cuMemsetD8Async(at, 0, size, torch.cuda.current_stream().cuda_stream))
+
     def take(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Nanoseconds by image, and begin anew."""
-        api, found = driver(), {}
-        for image, library in zip(IMAGE_KERNELS, self._libraries, strict=False):
-            status, at, size = api.cuLibraryGetGlobal(library, b"ep_trace")
-            if int(status) != 0:
-                raise SystemExit(f"the image {image} keeps no times: build.py ep_backend/images -DEP_TRACE")
+        """Nanoseconds by image."""
+        found = {}
+        for image, (at, _) in self._arrays().items():
             times = np.zeros(SHAPE, np.uint64)
-            check(api.cuMemcpyDtoH(times.ctypes.data, at, size))
-            check(api.cuMemsetD8(at, 0, size))
+            check(driver().cuMemcpyDtoH(times.ctypes.data, at, times.nbytes))
             if times.any():
                 found[image] = times
+        return found
+
+    def _arrays(self) -> dict[str, tuple[Any, int]]:
+        found = {}
+        for image, library in zip(IMAGE_KERNELS, self._libraries, strict=False):
+            status, at, size = driver().cuLibraryGetGlobal(library, b"ep_trace")
+            if int(status) != 0:
+                raise SystemExit(f"the image {image} keeps no times: build.py ep_backend/images -DEP_TRACE")
+            found[image] = (at, size)
         return found
 
 
@@ -85,12 +95,19 @@ def trace(me: Rank, log: Log, case: Case, buffers: Buffers) -> None:
     work.combine()
     steps = work.captured() if case.graph else (work.dispatch, work.combine)
     seen: dict[tuple[str, str], list[dict[int, tuple[float, float, float, int]]]] = {}
+    dispatch, combine = steps
     for _ in range(ROUNDS):
-        for name, step in zip(("dispatch", "combine"), steps, strict=True):
-            log.take()
+        for name, step in (("dispatch", dispatch), ("combine", combine)):
             me.align()
             if case.graph:
                 _lead()
+            for _ in range(WARM_UP):  # whole rounds bring the ranks' devices together, as in the bench
+                if name == "combine":
+                    combine()
+                dispatch()
+                if name == "dispatch":
+                    combine()
+            log.begin()
             step()
             torch.cuda.synchronize()
             for image, times in log.take().items():

@@ -32,7 +32,6 @@ def test_limits_are_mirrored() -> None:
     assert f"kMaxRanks = {launch.MAX_RANKS};" in text
     assert f"kThreads = {32 * launch.MOST_WARPS};" in text
     assert f"kRingThreads = {32 * rings.MOST_WARPS};" in HEADER.with_name("ring.cuh").read_text()
-    assert f"kLineStage = {launches.LINE_STAGE};" in HEADER.with_name("line.cuh").read_text()
 
 
 def test_the_trace_is_read_in_its_shape() -> None:

@@ -11,7 +11,6 @@ from ep_backend.fabric.nvshmem.launch import MOST_WARPS, STAGE_BYTES, Launch, Ro
 from ep_backend.modes import Layout, Mode
 
 SMS = 24  # multiprocessors of every kernel that waits for a peer, unless the call says otherwise
-LINE_STAGE = 528  # bytes of shared memory of a warp that sends or adds sums by lines: line.cuh's kLineStage
 SMALL = 512  # tokens up to which latency counts more than multiprocessors: beyond, waiting kernels have SMS blocks
 
 
@@ -171,7 +170,7 @@ class Launches:
     def _line_combine(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
         warps, most = 15 if call.tokens <= SMS else 28, self._most_waiting if receive else self._most_blocks
         blocks = self._blocks(call, most, max(2 * call.tokens, SMS))  # other ranks may have more tokens
-        roles = Roles(warps * send, receivers=warps * receive, send_stage=LINE_STAGE, receive_stage=LINE_STAGE)
+        roles = Roles(warps * send, receivers=warps * receive)
         return (Launch("sums", blocks, warps + 1, roles, ends=receive),)
 
     def _hybrid_dispatch(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:

@@ -26,9 +26,6 @@ constexpr i64 kRailChannels = 4;      // independent tails of hybrid's rail hop
 constexpr i64 kRingChannels = 24;     // most channels that share a ring of normal, one a thread block (CUDA)
 constexpr i64 kChannels = 128;        // most streams, one a thread block, that a source's records travel in (CUDA)
 constexpr i64 kLineTokens = 512;      // max_tokens of low_latency up to which its masked sums travel as lines (CUDA)
-constexpr i64 kLineBytes = 16;        // three words of a record and a tag
-constexpr i64 kChunkBytes = 512;      // of a row, which have lines of their own
-constexpr i64 kChunkLines = 43;
 constexpr i64 kCountBits = 24;        // low bits of a signal word; the upper 40 hold the epoch
 constexpr u64 kCountMask = (u64(1) << kCountBits) - 1;
 
@@ -92,7 +89,7 @@ struct Shape {
   EP_HD i64 node_copies() const { return min_i64(nodes(), top_k); }
   EP_HD i64 gpu_copies() const { return min_i64(gpus_per_node, top_k); }
   EP_HD i64 line_row() const {                                              // bytes of a row as lines; 0: none travel so
-    return low_latency > kLineTokens or per_expert ? 0 : ceil_div(combine_bytes, kChunkBytes) * kChunkLines * kLineBytes;
+    return low_latency > kLineTokens or per_expert ? 0 : combine_bytes;
   }
   EP_HD i64 line_bytes() const { return low_latency * rank_copies() * line_row(); }
   EP_HD i64 rail_limit() const { return ceil_div(hybrid, kRailChannels); }  // tokens of one channel

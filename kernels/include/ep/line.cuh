@@ -1,8 +1,8 @@
-// Lines: three words and the round's tag, of which a reader knows each by itself to be there.
+// Lines: 16 bytes of a row, of which a reader knows each by itself to be there, for it is no longer blank.
 //
 // One store writes a line and one load reads it, neither of which any other access splits (PTX, .b128 with a scope), so a line
-// with the tag has the words that were stored with it. Nothing else is read because a line is here: no line orders another
-// access, so there is no fence, and no signal. Only lines are ever written where lines lie, all zero at first.
+// whose last word is not zero is whole. Nothing else is read because a line is here: no line orders another access, so there
+// is no fence, and no signal. Only lines are ever written where lines lie, all blank at first; whoever has read one blanks it.
 #pragma once
 #include "ep/rows.cuh"
 #include "ep/signal.cuh"
@@ -15,14 +15,7 @@ __device__ __forceinline__ int anew(int x) {
   return x;
 }
 
-constexpr int kChunk = int(kChunkBytes);
-// Never that of a cleared line.
-__device__ __forceinline__ u32 line_tag(u64 epoch) { return u32(epoch) << 1 | 1; }
-
-constexpr int kLineStage = 528;   // bytes of a chunk's words in shared memory
-static_assert(kLineStage >= 12 * kChunkLines and kLineStage % 16 == 0, "a chunk's words fit, as vectors");
-
-constexpr int kClearBits = 16;   // 2^16 rounds clear the same slot, and 2^30 all of them: at most 32 ranks x 512 tokens
+constexpr int kLine = 16, kChunk = 32 * kLine;   // bytes of a line, and of what a warp takes at a time
 
 // The block's first trouble. It is reported when all warps have ended: a call amid a wait would cost registers.
 struct Trouble {
@@ -53,36 +46,23 @@ __device__ __forceinline__ void tell_trouble(const Args& a, const Trouble& t, Op
   if (t.any != 0) report(a, t.fault, op, epoch, t.peer, t.expected, t.seen);
 }
 
-// A run of up to 64 lines, two a lane, here or not.
-__device__ __forceinline__ void look_at_lines(u64 from, int lines, Vec (&line)[2], int lane) {
-#pragma unroll
-  for (int j = 0; j < 2; ++j)
-    if (lane + 32 * j < lines) line[j] = load_line(from + (lane + 32 * j) * kLineBytes);
+// Of a sum, never blank: a zero there becomes a negative one.
+__device__ __forceinline__ void send_line(u64 to, Vec sum) {
+  if (sum.v[3] == 0) sum.v[3] = 0x80008000;
+  store_line(to, sum);
 }
-// The same once all are here; they have been looked at.
-__device__ __forceinline__ bool await_lines(const Args& a, Trouble& t, u64 from, int lines, u64 epoch, int source, Vec (&line)[2],
-                                            int lane) {
+// Reads the line, which has been looked at, once it is here, and blanks it. Lanes that ask for none come with false.
+__device__ __forceinline__ bool take_line(const Args& a, Trouble& t, u64 from, bool asks, u64 epoch, int source, Vec& line, int lane) {
   u64 start = 0;
 #pragma unroll 1
-  for (int turn = 1;; ++turn) {
-    bool here = true;
-#pragma unroll
-    for (int j = 0; j < 2; ++j) here = here and (lane + 32 * j >= lines or line[j].v[3] == line_tag(epoch));
-    if (__all_sync(kFullWarp, here)) return true;
-    look_at_lines(from, lines, line, lane);
+  for (int turn = 1; not __all_sync(kFullWarp, not asks or line.v[3] != 0); ++turn) {
+    if (asks) line = load_line(from);
     if (turn % 64 != 0) continue;
     if (start == 0) start = nanoseconds();
     if (not patient_warp(a, t, source, start, signal_word(epoch, 1), signal_word(epoch, 0), lane)) return false;
   }
-}
-__device__ __forceinline__ void unpack_lines(const Vec (&line)[2], int lines, u32* words, int lane) {
-  __syncwarp();   // all have read what was there
-#pragma unroll
-  for (int j = 0; j < 2; ++j)
-    if (lane + 32 * j < lines)
-#pragma unroll
-      for (int q = 0; q < 3; ++q) words[3 * (lane + 32 * j) + q] = line[j].v[q];
-  __syncwarp();
+  if (asks) store_vec(reinterpret_cast<void*>(from), Vec{});
+  return true;
 }
 
 }  // namespace ep

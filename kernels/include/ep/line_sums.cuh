@@ -1,8 +1,9 @@
 // Combine of masked rows by lines (line.cuh): each rank returns its partial sum of a token in chunks, their owner adds them.
 //
 // A rank says `returned` when its combine begins: its dispatch, an earlier kernel, has then read every slot of the round, so
-// that the owner, who waits for the word of all ranks, may write the next round's. A row of lines is written again after the
-// owner's next dispatch, a later kernel than the one that reads the row here.
+// that the owner, who waits for the word of all ranks, may write the next round's. A row of lines is written again by who has
+// acquired a word of the owner's next dispatch, which that wrote behind a fence: a later kernel than the one that reads and
+// blanks the row here.
 #pragma once
 #include "ep/line.cuh"
 #include "ep/routing.cuh"
@@ -10,8 +11,7 @@
 
 namespace ep {
 
-constexpr int kSumLines = (kChunk / 4 + 2) / 3;   // of a chunk of a sum
-constexpr int kAtOnce = 4;                        // rows of a sum that are loaded together
+constexpr int kAtOnce = 4;   // rows of a sum that are loaded together
 
 struct SumShared {
   u64 epoch;
@@ -39,8 +39,7 @@ __device__ __forceinline__ Answer ask_answer(const Args& a, int record, int lane
 }
 
 // Units are (record, chunk), dealt out to all blocks first. Lane s of `base` has source s's first record.
-__device__ __forceinline__ void send_sums(const Args& a, u64 epoch, u32* words, Answer answer, int base, int total, int warp,
-                                          int lane) {
+__device__ __forceinline__ void send_sums(const Args& a, Answer answer, int base, int total, int warp, int lane) {
   const int parts = sum_parts(a), step = gridDim.x * int(a.senders), begin = blockIdx.x + gridDim.x * warp;
   const int bytes = 2 * int(a.hidden);
 #pragma unroll 1
@@ -75,12 +74,7 @@ __device__ __forceinline__ void send_sums(const Args& a, u64 epoch, u32* words, 
     Vec sum;
 #pragma unroll
     for (int q = 0; q < 4; ++q) sum.v[q] = pack(acc[2 * q], acc[2 * q + 1]);
-    __syncwarp();   // all have read what was there
-    reinterpret_cast<Vec*>(words)[lane] = sum;
-    __syncwarp();
-    const u64 to = line_row(a, source, answer.target) + part * (kChunkLines * kLineBytes);
-    for (int i = lane; i < kSumLines; i += 32)
-      store_line(to + i * kLineBytes, Vec{{words[3 * i], words[3 * i + 1], words[3 * i + 2], line_tag(epoch)}});
+    if (at < bytes) send_line(line_row(a, source, answer.target) + at, sum);
   }
 }
 
@@ -91,39 +85,36 @@ __device__ __forceinline__ u32 went_to(const Args& a, int token, int lane) {
 }
 
 // Units are (token, chunk). A token's copies are in order of rank.
-__device__ __forceinline__ bool add_sums(const Args& a, SumShared& sh, u32* words, u32 set, int warp, int lane) {
+__device__ __forceinline__ bool add_sums(const Args& a, SumShared& sh, u32 set, int warp, int lane) {
   const int parts = sum_parts(a), step = gridDim.x * int(a.receivers), begin = blockIdx.x + gridDim.x * warp;
   const int bytes = 2 * int(a.hidden);
 #pragma unroll 1
   for (int unit = begin; unit < a.tokens * parts; unit += step) {
     const int token = unit / parts, part = unit - token * parts, at = part * kChunk + 16 * lane;
     if (unit != begin) set = went_to(a, token, lane);
-    const u64 from = line_row(a, int(a.rank), token) + part * (kChunkLines * kLineBytes);
-    const i64 next_copy = a.max_tokens * a.line_row;
+    const bool there = at < bytes;
+    u64 from = line_row(a, int(a.rank), token) + at;
     float acc[8] = {};
-    Vec line[2], next[2];
-    if (set != 0) look_at_lines(from, kSumLines, line, lane);
+    Vec line{}, next{};
+    if (set != 0 and there) line = load_line(from);
 #pragma unroll 1
-    for (int copy = 0; set != 0; ++copy) {
+    for (; set != 0; from += a.max_tokens * a.line_row) {
       const int rank = __ffs(set) - 1;
       set &= set - 1;
-      if (set != 0) look_at_lines(from + (copy + 1) * next_copy, kSumLines, next, lane);
-      if (not await_lines(a, sh.trouble, from + copy * next_copy, kSumLines, sh.epoch, rank, line, lane)) return false;
-      unpack_lines(line, kSumLines, words, lane);
-      const Vec v = reinterpret_cast<const Vec*>(words)[lane];
+      if (set != 0 and there) next = load_line(from + a.max_tokens * a.line_row);
+      if (not take_line(a, sh.trouble, from, there, sh.epoch, rank, line, lane)) return false;
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
-        float2 x = unpack(v.v[q]);
+        float2 x = unpack(line.v[q]);
         acc[2 * q] += x.x;
         acc[2 * q + 1] += x.y;
       }
-#pragma unroll
-      for (int j = 0; j < 2; ++j) line[j] = next[j];
+      line = next;
     }
     Vec sum;
 #pragma unroll
     for (int q = 0; q < 4; ++q) sum.v[q] = pack(acc[2 * q], acc[2 * q + 1]);
-    if (at < bytes) store_vec(reinterpret_cast<void*>(a.out + i64(token) * bytes + at), sum);
+    if (there) store_vec(reinterpret_cast<void*>(a.out + i64(token) * bytes + at), sum);
   }
   return true;
 }
@@ -143,16 +134,6 @@ __device__ __forceinline__ bool await_returned(const Args& a, SumShared& sh, int
     if (turn % 64 != 0) continue;
     if (not patient_warp(a, sh.trouble, __ffs(missing) - 1, start, signal_word(sh.epoch, 0), 0, lane)) return false;
   }
-}
-
-// As dispatch clears slots: a row of lines that the round does not use.
-__device__ __forceinline__ void clear_row(const Args& a, u64 epoch, int lane) {
-  const int copies = int(min_i64(a.ranks, a.top_k)), index = int((epoch >> kClearBits) % u64(copies * a.max_tokens));
-  const int copy = index / int(a.max_tokens);
-  if (copy < __popc(went_to(a, index - copy * int(a.max_tokens), lane))) return;
-  const u64 at = line_row(a, int(a.rank), index);
-#pragma unroll 1
-  for (int i = lane; i < a.line_row / kLineBytes; i += 32) store_line(at + i * kLineBytes, Vec{});
 }
 
 // Warps [0, workers) send, then add; the last one has the words.
@@ -182,11 +163,10 @@ __device__ __forceinline__ void run_sums(const Args& a) {
   __syncthreads();
   pass(1);
   if (not sh.stopped) {
-    u32* words = reinterpret_cast<u32*>(stage_memory + warp * kLineStage);
     if (warp < workers) {
-      if (sends) send_sums(a, sh.epoch, words, answer, base, __reduce_max_sync(kFullWarp, u32(end)), warp, anew(lane));
+      if (sends) send_sums(a, answer, base, __reduce_max_sync(kFullWarp, u32(end)), warp, anew(lane));
       pass(2);
-      if (receives and not add_sums(a, sh, words, set, warp, anew(lane))) sh.broken = true;
+      if (receives and not add_sums(a, sh, set, warp, anew(lane))) sh.broken = true;
       pass(3);
     } else {
       if (sends and blockIdx.x == 0) {
@@ -199,17 +179,14 @@ __device__ __forceinline__ void run_sums(const Args& a) {
         for (i64 e = lane; e < a.local_experts; e += 32)
           add_stat(a, stat_experts(a.ranks) + e, reinterpret_cast<const int*>(a.counts)[e]);
       }
+      if (lane == 0) count_reader(a, sh.epoch);
       if (receives and blockIdx.x == 0 and not await_returned(a, sh, lane)) sh.broken = true;
       pass(4);
-      if (receives and blockIdx.x == gridDim.x - 1) clear_row(a, sh.epoch, lane);
     }
     __syncthreads();
   }
   pass(15);
-  if (threadIdx.x == 0) {
-    count_reader(a, sh.epoch);
-    tell_trouble(a, sh.trouble, Op::kCombine, sh.epoch);
-  }
+  if (threadIdx.x == 0) tell_trouble(a, sh.trouble, Op::kCombine, sh.epoch);
   if ((sh.stopped or sh.broken) and receives) poison_sums(a);
 }
 
