@@ -177,18 +177,16 @@ __device__ __forceinline__ End records_of(const Args& a, int source, int channel
 }
 struct Receiving {
   const Args& a;
-  const Offsets& f;
+  Shared& sh;
   Stage& stage;
   Taken& taken;
-  const u64& epoch;
   const Turn turn;
   const int channel, lane, before;
   End ring = kNoRing;
   Rows rows{};
 
-  __device__ __forceinline__ Receiving(const Args& a, const Shared& sh, Stage& stage, Taken& taken, Turn turn, int channel, int before,
-                                       int lane)
-      : a(a), f(sh.f), stage(stage), taken(taken), epoch(sh.epoch), turn(turn), channel(channel), lane(lane), before(before) {
+  __device__ __forceinline__ Receiving(const Args& a, Shared& sh, Stage& stage, Taken& taken, Turn turn, int channel, int before, int lane)
+      : a(a), sh(sh), stage(stage), taken(taken), turn(turn), channel(channel), lane(lane), before(before) {
     if (not turn.mine) return;
     rows = rows_of(a, lane, channel);
     ring = records_of(a, lane, channel);
@@ -197,18 +195,18 @@ struct Receiving {
   __device__ __forceinline__ bool ended() const { return ring.done >= rows.all; }
   __device__ __forceinline__ bool able() const { return not ended() and ring.open(); }
   __device__ __forceinline__ int unsaid() const { return 0; }
-  __device__ __forceinline__ void look() { ring.look(a, epoch); }
+  __device__ __forceinline__ void look() { ring.look(a, sh.epoch); }
   __device__ __forceinline__ void say() {}
-  __device__ __forceinline__ Blocked blocked() const { return ep::blocked(ring.seen(a), relay_here(a, lane), epoch); }
+  __device__ __forceinline__ Blocked blocked() const { return ep::blocked(ring.seen(a), relay_here(a, lane), sh.epoch); }
   __device__ __forceinline__ void step(int source) {
-    stage.load(__shfl_sync(kFullWarp, record_slot(a, ring, channel, f.bytes), source), f.bytes, lane);
+    stage.load(__shfl_sync(kFullWarp, record_slot(a, ring, channel, sh.f.bytes), source), sh.f.bytes, lane);
     stage.await();   // the bulk load has read the slot, which may be written again
     if (lane == source) taken.finish(turn, lane, before + ring.done);
     const int record = __shfl_sync(kFullWarp, rows.first + ring.done, source);
     if (a.ordered) {
-      if (lane == 0) bulk_store(a.kept + i64(record) * f.bytes, stage.at, f.bytes);
+      if (lane == 0) bulk_store(a.kept + i64(record) * sh.f.bytes, stage.at, sh.f.bytes);
     } else {
-      place<false>(a, f, stage, record, lane);
+      place<false>(a, sh, stage, record, lane);
     }
     bulk_commit();
     bulk_await_read();
@@ -331,7 +329,7 @@ __device__ __forceinline__ bool relay_channel(const Args& a, Op op, const Shared
 }
 // Receiving and Returning. `before`: lane's records of the block's earlier channels.
 template <typename Streams>
-__device__ __forceinline__ bool take_channel(const Args& a, Op op, const Shared& sh, Stage& stage, Taken& taken, Turn turn,
+__device__ __forceinline__ bool take_channel(const Args& a, Op op, Shared& sh, Stage& stage, Taken& taken, Turn turn,
                                              int channel, int& before, int lane) {
   Streams s(a, sh, stage, taken, turn, channel, before, lane);
   before += s.rows.all;
@@ -473,6 +471,7 @@ extern "C" __global__ void __launch_bounds__(ep::kRingThreads, 1) ep_ring_dispat
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int senders = int(a.senders), receive_from = int(a.receive_from), receivers = int(a.receivers);
   if (threadIdx.x < 32) sh.progress.done[lane] = taken.done[lane] = 0;
+  clear_tally(a, sh);
   pass(0);
   start(a, sh, Op::kDispatch);
   pass(1);
@@ -507,7 +506,9 @@ extern "C" __global__ void __launch_bounds__(ep::kRingThreads, 1) ep_ring_dispat
     }
   }
   pass(2);
-  if (not __syncthreads_and(ok)) {   // nothing that was not received may look like data
+  ok = __syncthreads_and(ok);
+  add_tally(a, sh);
+  if (not ok) {   // nothing that was not received may look like data
     poison_rows(a.rows, (a.masked ? a.local_experts : 1) * a.capacity * sh.f.row);
   } else if (a.fill) {   // the ids behind the last row say that there is nothing
     i64 first = i64(all_rows(a)) * a.top_k;
@@ -554,7 +555,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_place(cons
   for (int record = w.first; record < all_rows(a) and not sh.stopped; record += w.step) {
     stage.load(a.kept + i64(record) * sh.f.bytes, sh.f.bytes, lane);
     stage.await();
-    place<false>(a, sh.f, stage, record, lane);
+    place<false>(a, sh, stage, record, lane);
     bulk_commit();
     bulk_await_read();
   }

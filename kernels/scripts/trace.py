@@ -29,7 +29,8 @@ SHAPE = (132, 32, 16)  # kTraceBlocks, kTraceWarps, kTracePoints of trace.cuh
 END = {15: "block has ended"}
 RECORDS = {
     **{0: "begins", 1: "block begins", 2: "count told", 3: "all signalled", 4: "row in shared memory", 5: "row stored"},
-    **{6: "plan made", 7: "may receive", 8: "record signalled", 9: "record loaded", 10: "record placed", **END},
+    **{6: "plan made", 7: "may receive", 8: "record signalled", 9: "record loaded", 10: "record placed"},
+    **{11: "rows taken", 12: "rows under way", 13: "scales stored", **END},
 }
 SUMS = {0: "begins", 1: "block begins", 2: "sums sent", 3: "sums added", 4: "all have said returned", **END}
 RINGS = {0: "begins", 1: "block begins", 2: "warp has ended", 10: "count begins", 11: "counts told", 12: "counts here"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ep_backend.fabric.nvshmem import launch, launches, rings
+from ep_backend.fabric.nvshmem import launch, rings
 
 HEADER = Path(__file__).resolve().parents[2] / "kernels" / "include" / "ep" / "args.h"
 

@@ -13,6 +13,7 @@
 namespace ep {
 
 constexpr int kPublishTokens = 8;        // tokens between two signals of a channel
+constexpr int kTally = 256;              // experts of a rank whose rows a block counts by itself
 
 struct Offsets {   // a Record whose fields fit 32 bits, its payload's bytes and how many words of scales
   int scales, ids, weights, source, bytes, row, words;
@@ -27,6 +28,7 @@ struct Shared {
   bool broken;               // it failed since, some threads know
   Progress progress;
   u64 bars[kWarps];
+  int tally[kTally];         // rows of each expert that this block has placed
 };
 
 // A record's address at each destination: lane r holds that of rank r; `set` says which count.
@@ -218,12 +220,12 @@ __device__ __forceinline__ void clear_counts(const Args& a, int lane) {
   fence_sys();
 }
 
-// By the publishing warp of the first block: what this rank calls, and that its counts are cleared.
+// By the last warp of the first block: what this rank calls, and that its counts are cleared.
 template <bool kRails = false>
 __device__ __forceinline__ void announce(const Args& a, Shared& sh, int lane) {
   Control* control = reinterpret_cast<Control*>(a.control);
   u64 said = u64(a.signature) | u64(a.channels - 1) << kSignatureBits | load_relaxed_sys(&control->proposal) << kProposalBits;
-  clear_counts(a, lane);   // before anything is told: its fence would wait until that has arrived
+  clear_counts(a, lane);   // before anything is told or sent: its fence would wait until that has arrived
   if (is_peer<kRails>(a, lane)) {
     tell(a, relays<kRails>(a, lane), lane, a.intent, a.rank, signal_word(sh.epoch, said));
     tell_count<kRails>(a, lane, int(kChannels), signal_word(sh.epoch, a.chunk));
@@ -440,9 +442,22 @@ __device__ __forceinline__ u64 scales_at(const Args& a, const Offsets& f, Place 
   return a.scales + 4 * (a.masked ? i64(p.local) * f.words * a.scale_stride + p.at : i64(p.at) * f.words);
 }
 
+// Rows of compact outputs are counted by block: all records of a rank adding to the same few words would wait for each other.
+__device__ __forceinline__ bool tallies(const Args& a) { return not a.masked and a.local_experts <= kTally; }
+// Whole block, in front of a barrier; and behind one, once it has placed its last record.
+__device__ __forceinline__ void clear_tally(const Args& a, Shared& sh) {
+  if (tallies(a))
+    for (int e = threadIdx.x; e < a.local_experts; e += blockDim.x) sh.tally[e] = 0;
+}
+__device__ __forceinline__ void add_tally(const Args& a, const Shared& sh) {
+  if (tallies(a))
+    for (int e = threadIdx.x; e < a.local_experts; e += blockDim.x)
+      if (sh.tally[e] != 0) atomicAdd(reinterpret_cast<int*>(a.counts) + e, sh.tally[e]);
+}
+
 // A record becomes rows; what combine needs of it goes to the call's own memory. Lane k has pick k's id and weight, and gets
 // its place; of compact rows lane 0. `target` is the record's row among those of this rank at the owner.
-__device__ __forceinline__ Place take_rows(const Args& a, const Offsets& f, i64 record, int id, float weight, int target,
+__device__ __forceinline__ Place take_rows(const Args& a, Shared& sh, i64 record, int id, float weight, int target,
                                            u32 ranks, int lane) {
   const bool has = lane < a.top_k, mine = id >= 0 and owner(a, id) == a.rank;
   const int local = mine ? id - int(a.rank * a.local_experts) : -1;
@@ -454,7 +469,7 @@ __device__ __forceinline__ Place take_rows(const Args& a, const Offsets& f, i64 
       reinterpret_cast<int*>(a.out_ids)[pick] = local;
       reinterpret_cast<float*>(a.out_weights)[pick] = mine ? weight : 0.f;
     }
-    if (mine) atomicAdd(counts + local, 1);
+    if (mine) atomicAdd(tallies(a) ? sh.tally + local : counts + local, 1);
     return {lane == 0 ? 0 : -1, int(record)};
   }
   // A pick that repeats an earlier one takes no row; its weight joins the first one's.
@@ -476,15 +491,18 @@ __device__ __forceinline__ Place take_rows(const Args& a, const Offsets& f, i64 
 
 // The record in the stage.
 template <bool kRails>
-__device__ __forceinline__ void place(const Args& a, const Offsets& f, const Stage& stage, i64 record, int lane) {
+__device__ __forceinline__ void place(const Args& a, Shared& sh, const Stage& stage, i64 record, int lane) {
+  const Offsets& f = sh.f;
   bool has = lane < a.top_k;
   int id = has ? stage.get<int>(f.ids + 4 * lane) : -1;
   float weight = has ? stage.get<float>(f.weights + 4 * lane) : 0.f;
   u32 ranks = __reduce_or_sync(kFullWarp, id >= 0 ? 1u << owner(a, id) : 0);
   if (kRails) ranks &= node_ranks(a, own_node(a));   // answers go to the relay, which has a row a slot
   int target = kRails ? stage.get<int>(f.weights + 4 * int(a.top_k)) : stage.get<int>(f.source) % int(a.max_tokens);
-  Place to = take_rows(a, f, record, id, weight, target, ranks, lane);
+  Place to = take_rows(a, sh, record, id, weight, target, ranks, lane);
+  pass(11);
   if (to.local >= 0) bulk_store(row_at(a, f, to), stage.at, f.row);
+  pass(12);
   for (u32 left = f.words != 0 ? __ballot_sync(kFullWarp, to.local >= 0) : 0; left != 0; left &= left - 1) {
     const int from = __ffs(left) - 1;
     const u64 scales = scales_at(a, f, {__shfl_sync(kFullWarp, to.local, from), __shfl_sync(kFullWarp, to.at, from)});
@@ -498,7 +516,8 @@ __device__ __forceinline__ void take(const Args& a, Shared& sh, Stage& stage, in
   stage.load(segment(a, int(a.rank), source) + i64(slot) * sh.f.bytes, sh.f.bytes, lane);
   stage.await();
   pass(9);
-  place<kRails>(a, sh.f, stage, record, lane);
+  place<kRails>(a, sh, stage, record, lane);
+  pass(13);
   bulk_commit();
   bulk_await_read();
 }
@@ -587,6 +606,7 @@ __device__ __forceinline__ void run(const Args& a) {
   u32 to = 0;   // where the first tokens go, asked for before anything else; rails have no registers for it
   if (not kRails and sends and warp <= a.senders) to = block_of_tokens<false>(a, mine.first, mine.last, lane);
   if (threadIdx.x < 32) sh.progress.done[lane] = 0;
+  if (kPhase != Phase::kSend) clear_tally(a, sh);
   if (kPhase == Phase::kPlace) await_previous();   // ep_await
   if (warp == planner) {
     bool stopped = given_up(a, Op::kDispatch, 0, lane);
@@ -609,7 +629,7 @@ __device__ __forceinline__ void run(const Args& a) {
     Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
     if (sends) {
       if (warp < a.senders) fetch(a, sh.f, stage, mine, warp, lane);
-      if (blockIdx.x == 0 and warp == a.senders) announce<kRails>(a, sh, lane);
+      if (blockIdx.x == 0 and warp == planner) announce<kRails>(a, sh, lane);
       if (warp <= a.senders) send<kPhase == Phase::kSend, kRails>(a, sh, stage, mine, to, warp, lane);
     }
     if (receives) {
@@ -625,6 +645,7 @@ __device__ __forceinline__ void run(const Args& a) {
       if (not ok) sh.broken = true;
     }
     __syncthreads();
+    if (kPhase != Phase::kSend) add_tally(a, sh);
   }
   pass(15);
   if ((sh.stopped or sh.broken) and receives) {   // nothing that was not received may look like data

@@ -144,7 +144,8 @@ __device__ __forceinline__ void run_sums(const Args& a) {
   pass(0);
   // All that the block waits for at first is asked for at once.
   const int begin = (blockIdx.x + gridDim.x * warp) / sum_parts(a);
-  const u64 epoch = threadIdx.x == 0 ? load_relaxed_sys(&reinterpret_cast<LaneState*>(a.state)->epoch) : 0;
+  const bool speaks = warp == workers and sends and blockIdx.x == 0;
+  const u64 epoch = threadIdx.x == 0 or speaks ? load_relaxed_sys(&reinterpret_cast<LaneState*>(a.state)->epoch) : 0;
   const int* plan = reinterpret_cast<const int*>(a.plan);
   const int base = sends and lane < a.ranks ? plan[plan_row(lane, 0)] : 0;
   const int end = sends and lane < a.ranks ? plan[plan_row(lane, kChannels)] : 0;
@@ -158,6 +159,12 @@ __device__ __forceinline__ void run_sums(const Args& a) {
       sh.stopped = not going;
       sh.broken = false;
     }
+    // Before anything is sent, for a fence waits until what the block has sent is there. What earlier kernels read and cleared
+    // lies before what a peer writes once it has acquired the word.
+    if (going and speaks) {
+      fence_sys();
+      if (lane < a.ranks) store_relaxed_sys(heap_word(a, lane, a.returned, a.rank), signal_word(epoch, 0));
+    }
   }
   if (threadIdx.x == 0) sh.epoch = epoch;
   __syncthreads();
@@ -169,12 +176,9 @@ __device__ __forceinline__ void run_sums(const Args& a) {
       if (receives and not add_sums(a, sh, set, warp, anew(lane))) sh.broken = true;
       pass(3);
     } else {
-      if (sends and blockIdx.x == 0) {
-        fence_sys();   // what earlier kernels cleared lies before what a peer writes once it has acquired the word
-        if (lane < a.ranks) {
-          store_relaxed_sys(heap_word(a, lane, a.returned, a.rank), signal_word(sh.epoch, 0));
+      if (speaks) {
+        if (lane < a.ranks)
           add_written(a, Op::kCombine, lane, end - base, combine_record_bytes(Payload(a.payload), a.hidden), false);
-        }
         if (lane == 0) add_stat(a, stat_mode(a.ranks, a.mode) + kStatRows * a.ranks + 1, 1);
         for (i64 e = lane; e < a.local_experts; e += 32)
           add_stat(a, stat_experts(a.ranks) + e, reinterpret_cast<const int*>(a.counts)[e]);
