@@ -11,6 +11,7 @@ namespace ep {
 
 struct Relay {   // by node: what its rank on this rail sends here
   int channels[kMaxRanks], chunk[kMaxRanks];
+  int most;   // channels of a node
 };
 
 __device__ __forceinline__ u64 rail_slot(const Args& a, const Offsets& f, int node, i64 slot) {
@@ -24,6 +25,7 @@ __device__ __forceinline__ u64 relay_row(const Args& a, int rank, int node, int 
 // What every remote source calls, passed on to the GPUs of this node by the first block. One warp, lane n for node n.
 __device__ __forceinline__ bool await_sources(const Args& a, Shared& sh, Relay& relay, int lane) {
   const int source = lane < nodes(a) ? rail_peer(a, lane) : 0;
+  int channels = 0;
   bool ok = true;
   if (lane < nodes(a) and lane != own_node(a)) {
     u64 intent = wait_word(a, Op::kDispatch, source, a.intent, source, sh.epoch, 0);
@@ -34,7 +36,7 @@ __device__ __forceinline__ bool await_sources(const Args& a, Shared& sh, Relay& 
     }
     u64 chunk = ok ? wait_word(a, Op::kDispatch, source, a.rail_total, plan_row(lane, kChannels), sh.epoch, 0) : 0;
     ok = chunk != 0;
-    relay.channels[lane] = intent_channels(intent);
+    relay.channels[lane] = channels = intent_channels(intent);
     relay.chunk[lane] = int(signal_count(chunk));
     for (int g = 0; ok and blockIdx.x == 0 and g < a.gpus; ++g) {
       int gpu = own_node(a) * int(a.gpus) + g;
@@ -42,6 +44,8 @@ __device__ __forceinline__ bool await_sources(const Args& a, Shared& sh, Relay& 
       store_relaxed_sys(heap_word(a, gpu, a.stream_count, plan_row(source, kChannels)), chunk);
     }
   }
+  const u32 most = __reduce_max_sync(kFullWarp, u32(channels));
+  if (lane == 0) relay.most = int(most);
   return __all_sync(kFullWarp, ok);
 }
 
@@ -50,51 +54,90 @@ __device__ __forceinline__ int* relay_entry(const Args& a, int node, i64 slot) {
   return reinterpret_cast<int*>(a.relay) + 2 * (node * a.max_tokens + slot);
 }
 
-// One channel of one remote source, in its order. Lane r for rank r of this node.
-__device__ __forceinline__ bool forward(const Args& a, Shared& sh, const Relay& relay, Stage& stage, int node, int channel, int lane) {
+// The ranks that own a record's experts, by its ids where they lie.
+__device__ __forceinline__ u32 record_ranks(const Args& a, u64 ids) {
+  u32 ranks = 0;
+#pragma unroll 8
+  for (int k = 0; k < int(a.top_k); ++k) {
+    int id = reinterpret_cast<const int*>(ids)[k];
+    if (id >= 0) ranks |= 1u << owner(a, id);
+  }
+  return ranks;
+}
+
+// Warps of a block that share a channel. With several members they meet at barrier 1 + id.
+struct Team {
+  int id, member, members;
+};
+constexpr int kTeams = 15;   // a block has 16 barriers, the first of which is everybody's
+
+// So many teams that each block's channels go on at once, or else a warp is one.
+__device__ __forceinline__ int teams(int channels) {
+  const int warps = blockDim.x / 32, each = (channels + int(gridDim.x) - 1) / int(gridDim.x);
+  return each > kTeams ? warps : min(each, warps);
+}
+
+// One channel of one remote source; the team's warps take its records in turns. A record's slot follows from those before it,
+// whose ids every warp reads, 32 records at a time: lane r counts for rank r of this node.
+__device__ __forceinline__ bool forward(const Args& a, Shared& sh, const Relay& relay, Stage& stage, int node, int channel,
+                                        const Team& team, int lane) {
   const Offsets& f = sh.f;
-  const int source = rail_peer(a, node), first = relay.chunk[node] * channel;
+  const int source = rail_peer(a, node), first = relay.chunk[node] * channel, near = own_node(a) * int(a.gpus);
+  const i64 stream = node * kChannels + channel;
+  u64* before = puts(a, put_base(node, channel));
+  const u64 from = rail_slot(a, f, node, first);
   const bool mine = lane < a.ranks and node_of(a, lane) == own_node(a);
-  const u64 slots = mine ? segment(a, lane, source) : 0;
+  const u64 slots = mine ? segment(a, lane, source) + i64(first) * f.bytes : 0;
   u64 total = wait_word(a, Op::kDispatch, source, a.rail_total, plan_row(node, channel), sh.epoch, 0);
-  if (not __all_sync(kFullWarp, total != 0)) return false;
-  int count = __shfl_sync(kFullWarp, int(signal_count(total)), 0), arrived = 0, sent = 0;
-  if (kRailPut) {
-    u64* base = puts(a, put_base(node, channel));
-    bool here = wait_puts(a, Op::kDispatch, source, a.rail_arrived, node * kChannels + channel, sh.epoch, *base, count);
-    if (not __all_sync(kFullWarp, here)) return false;
-    if (lane == 0) *base += count;
-    arrived = count;
-  }
-  for (int k = 0; k < count; ++k) {
-    if (k >= arrived) {
-      u64 tail = wait_word(a, Op::kDispatch, source, a.rail_tail, node * kChannels + channel, sh.epoch, k + 1);
-      if (not __all_sync(kFullWarp, tail != 0)) return false;
-      arrived = int(__shfl_sync(kFullWarp, u32(signal_count(tail)), 0));
+  bool ok = __all_sync(kFullWarp, total != 0);
+  const int count = int(signal_count(__shfl_sync(kFullWarp, total, 0)));
+  if (kRailPut and ok)
+    ok = __all_sync(kFullWarp, wait_puts(a, Op::kDispatch, source, a.rail_arrived, stream, sh.epoch, *before, count));
+  int k = team.member, sent = 0;
+  for (int begin = 0; begin < count; begin += 32) {
+    const int end = min(begin + 32, count);
+    if (not kRailPut)
+      ok = ok and wait_word(a, Op::kDispatch, source, a.rail_tail, stream, sh.epoch, end) != 0;
+    if (not __all_sync(kFullWarp, ok)) break;
+    if (k < end) stage.load(from + i64(k) * f.bytes, f.bytes, lane);   // on its way while ids are read
+    const u32 ranks = lane < end - begin ? record_ranks(a, from + i64(begin + lane) * f.bytes + f.ids) : 0;
+    u32 to = 0;
+    for (int r = near; r < near + int(a.gpus); ++r) {
+      u32 records = __ballot_sync(kFullWarp, ranks >> r & 1);
+      if (lane == r) to = records;
     }
-    stage.load(rail_slot(a, f, node, first + k), f.bytes, lane);
-    stage.await();
-    int id = lane < a.top_k ? stage.get<int>(f.ids + 4 * lane) : -1;
-    u32 ranks = __reduce_or_sync(kFullWarp, id >= 0 ? 1u << owner(a, id) : 0), here = ranks & node_ranks(a, own_node(a));
-    if (lane == 0) {
-      int* entry = relay_entry(a, node, first + k);
-      entry[0] = int(ranks);
-      entry[1] = stage.get<int>(f.weights + 8 * a.top_k) % int(a.max_tokens);
-      *reinterpret_cast<int*>(stage.at + f.weights + 4 * a.top_k) = first + k;
-      fence_async_shared();
+    for (; k < end; k += team.members) {
+      const int i = k - begin;
+      const u32 all = __shfl_sync(kFullWarp, ranks, i);
+      stage.await();
+      if (lane == 0) {
+        int* entry = relay_entry(a, node, first + k);
+        entry[0] = int(all);
+        entry[1] = stage.get<int>(f.source) % int(a.max_tokens);
+        *reinterpret_cast<int*>(stage.at + f.weights + 4 * a.top_k) = first + k;
+        fence_async_shared();
+      }
+      __syncwarp();
+      if (to >> i & 1) bulk_store(slots + i64(sent + __popc(to & below(i))) * f.bytes, stage.at, f.bytes);
+      bulk_commit();
+      bulk_await_read();
+      if (k + team.members < end) stage.load(from + i64(k + team.members) * f.bytes, f.bytes, lane);
     }
-    __syncwarp();
-    if (here >> lane & 1) bulk_store(slots + i64(first + sent++) * f.bytes, stage.at, f.bytes);
-    bulk_commit();
-    bulk_await_stored();
+    sent += __popc(to);
   }
-  // Every lane's records are where they went, and behind the __syncwarp of all lanes' fences: each lane may tell its rank.
+  // Each lane's records are where they went before its warp meets the others, and their meeting is before the fence: the first
+  // warp's lanes may tell the ranks of all.
+  bulk_await_stored();
   __syncwarp();
+  if (team.members > 1) ok = barrier_and(1 + team.id, 32 * team.members, ok);
+  if (not __all_sync(kFullWarp, ok)) return false;
+  if (team.member != 0) return true;
   fence_release();
   if (mine) {
     store_relaxed_sys(heap_word(a, lane, a.stream_tail, source * kChannels + channel), signal_word(sh.epoch, sent));
     store_relaxed_sys(heap_word(a, lane, a.stream_count, plan_row(source, channel)), signal_word(sh.epoch, sent));
   }
+  if (kRailPut and lane == 0) *before += count;
   add_written(a, Op::kDispatch, lane, sent, f.bytes, true);
   return true;
 }
@@ -152,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_rail_place(cons
   ep::run<ep::Phase::kPlace, true>(a);
 }
 
-// A warp takes one channel of one source at a time.
+// Channels of all sources are dealt out to the blocks, and a block's to its teams.
 extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_forward(const __grid_constant__ ep::Args a) {
   using namespace ep;
   __shared__ Shared sh;
@@ -166,11 +209,12 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_forward(const _
   __syncthreads();
   if (sh.stopped) return;
   Stage stage{stage_memory + warp * a.receive_stage, &sh.bars[warp]};
-  Warps w = all_warps();
-  for (int item = w.first; item < int(kChannels) * others; item += w.step) {
+  const int items = relay.most * others, all = teams(items), id = warp % all;
+  const Team team{id, warp / all, (int(blockDim.x / 32) - id + all - 1) / all};
+  for (int item = blockIdx.x + gridDim.x * id; item < items; item += gridDim.x * all) {
     int channel = item / others, node = item % others;
     node += node >= own_node(a);
-    if (channel < relay.channels[node] and not forward(a, sh, relay, stage, node, channel, lane)) return;
+    if (channel < relay.channels[node] and not forward(a, sh, relay, stage, node, channel, team, lane)) return;
   }
 }
 
