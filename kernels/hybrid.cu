@@ -186,6 +186,18 @@ __device__ __forceinline__ void sum_channel(const Args& a, Stage& stage, int cha
   }
 }
 
+// One thread a rank: until what the owner adds of it is here.
+__device__ __forceinline__ bool await_answer(const Args& a, const Shared& sh, int rank) {
+  if (rank >= a.ranks or not is_peer<true>(a, rank)) return true;
+  const bool relayed = relays<true>(a, rank);
+  bool ok = wait_word(a, Op::kCombine, rank, relayed ? a.returned : a.relay_returned, rank, sh.epoch, 0) != 0;
+  if (kRailPut and ok and relayed) {
+    const u64 rows = *puts(a, put_expected(nodes(a), node_of(a, rank)));
+    ok = wait_puts(a, Op::kCombine, rank, a.rail_rows, node_of(a, rank), sh.epoch, 0, rows);
+  }
+  return ok;
+}
+
 }  // namespace ep
 
 extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_rail_send(const __grid_constant__ ep::Args a) {
@@ -284,6 +296,8 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_relay_sum(const
   signal_as_one(a, nodes(a), [&](int node) {
     tell(a, node != own_node(a), rail_peer(a, node), a.returned, a.rank, signal_word(sh.epoch, 0));
   });
+  // The kernel behind this one runs on all multiprocessors, so that it must find everything here.
+  if (blockIdx.x == 0) await_answer(a, sh, threadIdx.x);
 }
 
 // The owner's sum. The words that it awaits also say that every slot of this epoch has been read: a relay answers only after
@@ -293,17 +307,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_rail_sum(const 
   __shared__ Shared sh;
   start(a, sh, Op::kCombine);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  const int rank = threadIdx.x;
-  bool ok = not sh.stopped;
-  if (ok and rank < a.ranks and is_peer<true>(a, rank)) {
-    i64 word = relays<true>(a, rank) ? a.returned : a.relay_returned;
-    ok = wait_word(a, Op::kCombine, rank, word, rank, sh.epoch, 0) != 0;
-    if (kRailPut and ok and relays<true>(a, rank)) {
-      const u64 rows = *puts(a, put_expected(nodes(a), node_of(a, rank)));
-      ok = wait_puts(a, Op::kCombine, rank, a.rail_rows, node_of(a, rank), sh.epoch, 0, rows);
-    }
-  }
-  ok = __syncthreads_and(ok);
+  const bool ok = __syncthreads_and(not sh.stopped and await_answer(a, sh, threadIdx.x));
   Stage stage{stage_memory + warp * a.receive_stage, &sh.bars[warp]};
   const int groups = int(a.receive_groups), workers = warps / groups, group = warp / workers;
   for (int channel = blockIdx.x + gridDim.x * group; ok and group < groups and channel < a.channels; channel += gridDim.x * groups)

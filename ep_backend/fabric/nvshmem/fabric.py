@@ -317,7 +317,7 @@ class NvshmemFabric:
         stream, side = self._gpu.stream(), self._sides[call.lane]
         for one in self._launches.of(op, call, send=send, receive=receive):
             args.pack(values, one)
-            if one.side:
+            if one.forks:
                 side.fork()
             if one.joins:
                 side.join()

@@ -126,6 +126,7 @@ class Launch:
     roles: Roles
     early: bool = False
     ends: bool = False  # the lane's round
+    forks: bool = False  # what runs beside the current stream need not wait for this one
     side: bool = False  # beside the current stream
     joins: bool = False  # behind what runs beside it
     config: _Config = field(init=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from ep_backend import layout
@@ -55,6 +56,8 @@ class Launches:
         """Blocks of the kernel that sends."""
         if call.mode is Mode.NORMAL:
             return rings.channels(self._shape)
+        if call.mode is Mode.HYBRID and call.tokens > SMALL:  # waits for nobody, and the relay's blocks run beside it
+            return self._blocks(call, max(1, self._most_blocks - SMS), self._most_blocks)
         if call.tokens > SMALL:
             return self._blocks(call, self._most_waiting, SMS)
         return self._blocks(call, self._most_waiting if self._at_once(call) else self._most_blocks, max(1, call.tokens))
@@ -116,14 +119,14 @@ class Launches:
         senders = max(1, min(parts * layout.ceil_div(call.tokens, blocks), 16, STAGE_BYTES // sent))
         return Launch(kernel, blocks, senders + 1, Roles(senders, send_stage=sent, send_parts=parts))
 
-    def _place(self, kernel: str, call: Call, *, early: bool = False, joins: bool = False) -> list[Launch]:
+    def _place(self, kernel: str, call: Call, *, early: bool = False, joins: bool = False, warps: int = 4) -> list[Launch]:
         """One block waits for everything, then all multiprocessors place it."""
         record = self._record(call)
         everywhere = self._blocks(call, self._most_blocks, self._most_blocks)
         result = [Launch("await", 1, self._shape.ranks, Roles(), early=early, joins=joins)]
         if self.ordered(call):
             result.append(Launch("order", everywhere, 4, Roles(), early=True))
-        warps = min(4, STAGE_BYTES // record)
+        warps = min(warps, STAGE_BYTES // record)
         roles = Roles(receivers=warps, receive_stage=record)
         return [*result, Launch(kernel, everywhere, warps, roles, early=not self.ordered(call))]
 
@@ -175,21 +178,26 @@ class Launches:
         return (Launch("sums", blocks, warps + 1, roles, ends=receive),)
 
     def _hybrid_dispatch(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
-        several, result = self._shape.nodes > 1, []
+        several, small, record, result = self._shape.nodes > 1, call.tokens <= SMALL, self._record(call), []
         if send:
-            result.append(self._send("rail_send", call))
+            result.append(dataclasses.replace(self._send("rail_send", call), forks=several))
             if several:
-                record = self._record(call)
-                warps = min(8, STAGE_BYTES // record)
-                blocks = self._blocks(call, self._most_waiting, SMS)
-                result.append(Launch("forward", blocks, warps, Roles(receivers=warps, receive_stage=record), side=True))
+                # A small batch is sent by blocks on all multiprocessors; the relay's must find room beside them.
+                warps = max(1, min(28, (STAGE_BYTES // 2 if small else STAGE_BYTES) // record))
+                roles = Roles(receivers=warps, receive_stage=record)
+                result.append(Launch("forward", self._relays(call), warps, roles, side=True))
         if receive:
-            result += self._place("rail_place", call, early=send and not several, joins=several)
+            early, warps = send and not several, 4 if small else 16
+            result += self._place("rail_place", call, early=early, joins=several, warps=warps)
         return tuple(result)
 
+    def _relays(self, call: Call) -> int:
+        """Blocks of a kernel that waits beside this rank's own sending, which must find room."""
+        return self._blocks(call, max(1, self._most_waiting // 2), SMS)
+
     def _hybrid_combine(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
-        s, row, result = self._shape, 2 * self._shape.hidden, []
-        waiting = self._blocks(call, self._most_waiting, SMS)
+        s, row, several, result = self._shape, 2 * self._shape.hidden, self._shape.nodes > 1, []
+        everywhere = self._blocks(call, self._most_blocks, self._most_blocks)
 
         def summing(terms: int) -> tuple[int, int, int]:
             """Warps of a block that add so many rows, bytes of a warp's stage, and the parts of a row."""
@@ -199,16 +207,20 @@ class Launches:
 
         if send:
             warps, stage, parts = summing(s.top_k if call.layout is Layout.MASKED else 1)
-            everywhere = self._blocks(call, self._most_blocks, self._most_blocks)
-            result.append(Launch("rail_return", everywhere, warps, Roles(warps, send_stage=stage, send_parts=parts)))
-            if s.nodes > 1:
+            roles = Roles(warps, send_stage=stage, send_parts=parts)
+            result.append(Launch("rail_return", everywhere, warps, roles, forks=several))
+            if several:
                 warps, stage, parts = summing(s.gpu_copies)
-                result.append(Launch("relay_sum", waiting, warps, Roles(warps, send_stage=stage, send_parts=parts), side=True))
+                roles = Roles(warps, send_stage=stage, send_parts=parts)
+                result.append(Launch("relay_sum", self._relays(call), warps, roles, side=True))
         if receive:
             warps, stage, parts = summing(min(s.ranks, s.top_k))
             groups = max(1, warps // parts) if call.tokens <= SMALL else 1
             roles = Roles(receivers=warps, receive_stage=stage, receive_parts=parts, receive_groups=groups)
-            result.append(Launch("rail_sum", waiting, warps, roles, joins=s.nodes > 1, ends=True))
+            blocks = self._blocks(call, self._most_waiting, SMS)
+            if several:  # behind ep_relay_sum there is nothing to wait for
+                blocks = self._blocks(call, self._most_blocks, max(1, call.tokens))
+            result.append(Launch("rail_sum", blocks, warps, roles, joins=several, ends=True))
         return tuple(result)
 
     def _ring_count(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
