@@ -49,9 +49,10 @@ __device__ __forceinline__ bool await_sources(const Args& a, Shared& sh, Relay& 
   return __all_sync(kFullWarp, ok);
 }
 
-// What the relay must know of a record when its answers come: by then the rail slot may hold another mode's records.
+// What the relay must know of a record when its answers come: by then the rail slot may hold another mode's records. Its ranks,
+// its token, and its number among the channel's records that stay here.
 __device__ __forceinline__ int* relay_entry(const Args& a, int node, i64 slot) {
-  return reinterpret_cast<int*>(a.relay) + 2 * (node * a.max_tokens + slot);
+  return reinterpret_cast<int*>(a.relay) + 3 * (node * a.max_tokens + slot);
 }
 
 // The ranks that own a record's experts, by its ids where they lie.
@@ -109,16 +110,19 @@ __device__ __forceinline__ bool forward(const Args& a, Shared& sh, const Relay& 
     for (; k < end; k += team.members) {
       const int i = k - begin;
       const u32 all = __shfl_sync(kFullWarp, ranks, i);
+      const int number = sent + __popc(to & below(i));
+      const int own = __shfl_sync(kFullWarp, number, int(a.rank));
       stage.await();
       if (lane == 0) {
         int* entry = relay_entry(a, node, first + k);
         entry[0] = int(all);
         entry[1] = stage.get<int>(f.source) % int(a.max_tokens);
+        entry[2] = own;
         *reinterpret_cast<int*>(stage.at + f.weights + 4 * a.top_k) = first + k;
         fence_async_shared();
       }
       __syncwarp();
-      if (to >> i & 1) bulk_store(slots + i64(sent + __popc(to & below(i))) * f.bytes, stage.at, f.bytes);
+      if (to >> i & 1) bulk_store(slots + i64(number) * f.bytes, stage.at, f.bytes);
       bulk_commit();
       bulk_await_read();
       if (k + team.members < end) stage.load(from + i64(k + team.members) * f.bytes, f.bytes, lane);
@@ -142,15 +146,24 @@ __device__ __forceinline__ bool forward(const Args& a, Shared& sh, const Relay& 
   return true;
 }
 
+// Whether answers to a source stay in this rank's y, where its relay, or the owner, reads them.
+__device__ __forceinline__ bool stays(const Args& a, int source) { return a.stays and relay_here(a, source) == a.rank; }
+
+// The first row here of one channel of a source.
+__device__ __forceinline__ int first_row(const Args& a, int source, int channel) {
+  return reinterpret_cast<const int*>(a.plan)[plan_row(source, channel)];
+}
+
 // Partial sums for one source node, at its relay here: one row a slot, to the row of the token's copy at the owner.
-__device__ __forceinline__ void sum_slot(const Args& a, Stage& stage, int node, i64 slot, int part, int lane) {
+__device__ __forceinline__ void sum_slot(const Args& a, Stage& stage, int node, int channel, i64 slot, int part, int lane) {
   const int *entry = relay_entry(a, node, slot), parts = int(a.send_parts);
   const u32 ranks = u32(entry[0]), here = ranks & node_ranks(a, own_node(a));
   int before = 0;
   for (int n = 0; n < own_node(a); ++n) before += (ranks & node_ranks(a, n)) != 0;
   const i64 row_bytes = combine_record_bytes(Payload(a.payload), a.hidden);
   const i64 there = a.area + before * a.area_segment + entry[1] * row_bytes;
-  const u64 row = relay_row(a, int(a.rank), node, __popc(here & below(lane)), slot);
+  u64 row = relay_row(a, int(a.rank), node, __popc(here & below(lane)), slot);
+  if (a.stays and lane == a.rank) row = a.y + i64(first_row(a, rail_peer(a, node), channel) + entry[2]) * 2 * a.hidden;
   if (not kRailPut) {
     sum_rows(stage, a.heap[rail_peer(a, node)] + there, share(int(2 * a.hidden), part, parts), here, row, 1.f, lane);
     return;
@@ -166,9 +179,9 @@ __device__ __forceinline__ void sum_slot(const Args& a, Stage& stage, int node, 
 __device__ __forceinline__ void sum_channel(const Args& a, Stage& stage, int channel, int member, int workers, int lane) {
   const int parts = int(a.receive_parts);
   const Range mine = channel_tokens(a, channel);
-  const bool remote = relays<true>(a, lane);
+  const bool remote = relays<true>(a, lane), own = a.stays and lane == a.rank;
   const i64 row_bytes = combine_record_bytes(Payload(a.payload), a.hidden);
-  int near_slot = mine.first, unit = member;
+  int near_slot = mine.first, unit = member, own_row = own ? first_row(a, lane, channel) : 0;
   for (int first = mine.first; first < mine.last; first += 32) {
     u32 to = block_of_tokens<true>(a, first, mine.last, lane), near = __reduce_or_sync(kFullWarp, remote ? 0 : to);
     int stop = (min(first + 32, mine.last) - mine.first) * parts;
@@ -180,9 +193,11 @@ __device__ __forceinline__ void sum_channel(const Args& a, Stage& stage, int cha
       int copy = remote ? __popc(set & ~local & below(lane)) + (local != 0 and own_node(a) < node_of(a, lane)) : 0;
       u64 row = remote ? a.heap[a.rank] + a.area + copy * a.area_segment + (first + i) * row_bytes
                        : relay_row(a, int(a.rank), own_node(a), __popc(local & below(lane)), near_slot + __popc(near & below(i)));
+      if (own) row = a.y + i64(own_row + __popc(to & below(i))) * 2 * a.hidden;
       sum_rows(stage, a.out + i64(first + i) * 2 * a.hidden, share(int(2 * a.hidden), part, parts), set, row, 1.f, lane);
     }
     near_slot += __popc(near);
+    own_row += __popc(to);
   }
 }
 
@@ -243,6 +258,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_rail_return(con
   Warps w = all_warps();
   for (i64 unit = w.first; unit < i64(records) * parts; unit += w.step) {
     int record = int(unit / parts), source = __popc(__ballot_sync(kFullWarp, first <= record)) - 1;
+    if (stays(a, source)) continue;
     int target = reinterpret_cast<const int*>(a.target)[record];
     u64 to = relay_row(a, relay_here(a, source), node_of(a, source),
                        target / int(a.max_tokens), target % int(a.max_tokens));
@@ -251,8 +267,8 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_rail_return(con
   const i64 mode = stat_mode(a.ranks, a.mode);
   if (blockIdx.x == 0 and warp == 0) {
     int next = lane < a.ranks ? plan[plan_row(lane, kChannels)] : records, count = next - first;
-    if (lane < a.ranks)
-      add_written(a, Op::kCombine, relay_here(a, lane), count, combine_record_bytes(Payload(a.payload), a.hidden), false);
+    i64 bytes = stays(a, lane) ? 0 : combine_record_bytes(Payload(a.payload), a.hidden);
+    if (lane < a.ranks) add_written(a, Op::kCombine, relay_here(a, lane), count, bytes, false);
     if (lane == 0) add_stat(a, mode + kStatRows * a.ranks + 1, 1);
     for (i64 e = lane; e < a.local_experts; e += 32)
       add_stat(a, stat_experts(a.ranks) + e, reinterpret_cast<const int*>(a.counts)[e]);
@@ -288,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_relay_sum(const
       int slot = unit / shared, part = unit % shared, channel = slot / chunk;
       u64 total = load_relaxed_sys(own_word(a, a.rail_total, plan_row(node, channel)));
       if (slot - channel * chunk >= int(signal_count(total))) continue;
-      sum_slot(a, stage, node, slot, part, lane);
+      sum_slot(a, stage, node, channel, slot, part, lane);
       rows += part == 0;
     }
     if (lane == 0) add_written(a, Op::kCombine, rail_peer(a, node), rows, row_bytes, true);

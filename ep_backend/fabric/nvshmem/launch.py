@@ -129,6 +129,7 @@ class Launch:
     forks: bool = False  # what runs beside the current stream need not wait for this one
     side: bool = False  # beside the current stream
     joins: bool = False  # behind what runs beside it
+    closes: bool = False  # whoever follows it is behind what runs beside it
     config: _Config = field(init=False)
 
     def __post_init__(self) -> None:

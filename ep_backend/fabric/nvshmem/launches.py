@@ -119,16 +119,16 @@ class Launches:
         senders = max(1, min(parts * layout.ceil_div(call.tokens, blocks), 16, STAGE_BYTES // sent))
         return Launch(kernel, blocks, senders + 1, Roles(senders, send_stage=sent, send_parts=parts))
 
-    def _place(self, kernel: str, call: Call, *, early: bool = False, joins: bool = False, warps: int = 4) -> list[Launch]:
+    def _place(self, kernel: str, call: Call, *, early: bool = False, closes: bool = False, warps: int = 4) -> list[Launch]:
         """One block waits for everything, then all multiprocessors place it."""
         record = self._record(call)
         everywhere = self._blocks(call, self._most_blocks, self._most_blocks)
-        result = [Launch("await", 1, self._shape.ranks, Roles(), early=early, joins=joins)]
+        result = [Launch("await", 1, self._shape.ranks, Roles(), early=early)]
         if self.ordered(call):
             result.append(Launch("order", everywhere, 4, Roles(), early=True))
         warps = min(warps, STAGE_BYTES // record)
         roles = Roles(receivers=warps, receive_stage=record)
-        return [*result, Launch(kernel, everywhere, warps, roles, early=not self.ordered(call))]
+        return [*result, Launch(kernel, everywhere, warps, roles, early=not self.ordered(call), closes=closes)]
 
     def _input(self, call: Call) -> tuple[int, int, int]:
         """Bytes of a row that is read, in steps of so many, and of the scales that a cast leaves behind it."""
@@ -187,8 +187,7 @@ class Launches:
                 roles = Roles(receivers=warps, receive_stage=record)
                 result.append(Launch("forward", self._relays(call), warps, roles, side=True))
         if receive:
-            early, warps = send and not several, 4 if small else 16
-            result += self._place("rail_place", call, early=early, joins=several, warps=warps)
+            result += self._place("rail_place", call, early=send, closes=several, warps=4 if small else 16)
         return tuple(result)
 
     def _relays(self, call: Call) -> int:
