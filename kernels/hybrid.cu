@@ -279,7 +279,8 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_rail_return(con
   });
 }
 
-// For every remote source, once all GPUs of this node have answered it.
+// For every remote source, once all GPUs of this node have answered it. This rank's own word comes after its ep_rail_return has
+// done with the counter of blocks that both signal by.
 extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_relay_sum(const __grid_constant__ ep::Args a) {
   using namespace ep;
   __shared__ Shared sh;
