@@ -146,6 +146,11 @@ __device__ __forceinline__ bool forward(const Args& a, Shared& sh, const Relay& 
   return true;
 }
 
+// Consecutive units fall to different multiprocessors, so that few of them have the bandwidth of many.
+__device__ __forceinline__ Warps spread_warps() {
+  return {int(threadIdx.x / 32 * gridDim.x + blockIdx.x), int(gridDim.x * (blockDim.x / 32))};
+}
+
 // Whether answers to a source stay in this rank's y, where its relay, or the owner, reads them.
 __device__ __forceinline__ bool stays(const Args& a, int source) { return a.stays and relay_here(a, source) == a.rank; }
 
@@ -255,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_rail_return(con
   const int records = plan[plan_row(a.ranks - 1, kChannels)];
   const int first = lane < a.ranks ? plan[plan_row(lane, 0)] : records;
   Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
-  Warps w = all_warps();
+  Warps w = spread_warps();
   for (i64 unit = w.first; unit < i64(records) * parts; unit += w.step) {
     int record = int(unit / parts), source = __popc(__ballot_sync(kFullWarp, first <= record)) - 1;
     if (stays(a, source)) continue;
@@ -293,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_relay_sum(const
   }
   if (not __syncthreads_and(ok)) return;
   Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
-  Warps w = all_warps();
+  Warps w = spread_warps();
   const i64 row_bytes = combine_record_bytes(Payload(a.payload), a.hidden);
   for (int node = 0; node < nodes(a); ++node) {
     if (node == own_node(a)) continue;

@@ -198,9 +198,9 @@ class Launches:
         s, row, several, result = self._shape, 2 * self._shape.hidden, self._shape.nodes > 1, []
         everywhere = self._blocks(call, self._most_blocks, self._most_blocks)
 
-        def summing(terms: int) -> tuple[int, int, int]:
+        def summing(terms: int, room: int = 14336) -> tuple[int, int, int]:
             """Warps of a block that add so many rows, bytes of a warp's stage, and the parts of a row."""
-            parts = layout.ceil_div(row, _room(14336, terms))
+            parts = layout.ceil_div(row, _room(room, terms))
             stage = _run(row, 16, parts) * terms
             return min(16, STAGE_BYTES // stage), stage, parts
 
@@ -213,8 +213,9 @@ class Launches:
                 roles = Roles(warps, send_stage=stage, send_parts=parts)
                 result.append(Launch("relay_sum", self._relays(call), warps, roles, side=True))
         if receive:
-            warps, stage, parts = summing(min(s.ranks, s.top_k))
-            groups = max(1, warps // parts) if call.tokens <= SMALL else 1
+            small = call.tokens <= SMALL
+            warps, stage, parts = summing(min(s.ranks, s.top_k), 7168 if small and several else 14336)
+            groups = max(1, warps // parts) if small else 1
             roles = Roles(receivers=warps, receive_stage=stage, receive_parts=parts, receive_groups=groups)
             blocks = self._blocks(call, self._most_waiting, SMS)
             if several:  # behind ep_relay_sum there is nothing to wait for
