@@ -206,6 +206,36 @@ __device__ __forceinline__ void sum_channel(const Args& a, Stage& stage, int cha
   }
 }
 
+// Sums for every remote source, once all GPUs of this node have answered it. This rank's own word comes after its ep_rail_return
+// has done with the counter of blocks that both signal by.
+__device__ __forceinline__ bool relay_sums(const Args& a, Shared& sh, Stage& stage, int lane) {
+  const int rank = threadIdx.x, shared = kRailPut ? 1 : int(a.send_parts);   // a put takes a whole row
+  bool ok = true;
+  if (rank < a.ranks and node_of(a, rank) != own_node(a))
+    ok = wait_word(a, Op::kCombine, relay_here(a, rank), a.relay_returned, rank, sh.epoch, 0) != 0;
+  if (not __syncthreads_and(ok)) return false;
+  const Warps w = spread_warps();
+  for (int node = 0; node < nodes(a); ++node) {
+    if (node == own_node(a)) continue;
+    const int channels = intent_channels(load_relaxed_sys(own_word(a, a.intent, rail_peer(a, node))));
+    const int chunk = int(signal_count(load_relaxed_sys(own_word(a, a.rail_total, plan_row(node, kChannels)))));
+    int rows = 0;
+    for (int unit = w.first; unit < channels * chunk * shared; unit += w.step) {
+      int slot = unit / shared, part = unit % shared, channel = slot / chunk;
+      u64 total = load_relaxed_sys(own_word(a, a.rail_total, plan_row(node, channel)));
+      if (slot - channel * chunk >= int(signal_count(total))) continue;
+      sum_slot(a, stage, node, channel, slot, part, lane);
+      rows += part == 0;
+    }
+    if (lane == 0)
+      add_written(a, Op::kCombine, rail_peer(a, node), rows, combine_record_bytes(Payload(a.payload), a.hidden), true);
+  }
+  signal_as_one(a, nodes(a), [&](int node) {
+    tell(a, node != own_node(a), rail_peer(a, node), a.returned, a.rank, signal_word(sh.epoch, 0));
+  });
+  return true;
+}
+
 // One thread a rank: until what the owner adds of it is here.
 __device__ __forceinline__ bool await_answer(const Args& a, const Shared& sh, int rank) {
   if (rank >= a.ranks or not is_peer<true>(a, rank)) return true;
@@ -254,6 +284,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_rail_return(con
   using namespace ep;
   __shared__ Shared sh;
   start(a, sh, Op::kCombine);
+  allow_next();   // this block has read the epoch, so the next kernel may end it
   if (sh.stopped) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, parts = int(a.send_parts);
   const int* plan = reinterpret_cast<const int*>(a.plan);
@@ -284,55 +315,23 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_rail_return(con
   });
 }
 
-// For every remote source, once all GPUs of this node have answered it. This rank's own word comes after its ep_rail_return has
-// done with the counter of blocks that both signal by.
-extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_relay_sum(const __grid_constant__ ep::Args a) {
-  using namespace ep;
-  __shared__ Shared sh;
-  start(a, sh, Op::kCombine);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, parts = int(a.send_parts);
-  bool ok = not sh.stopped;
-  if (ok and threadIdx.x < a.ranks and node_of(a, threadIdx.x) != own_node(a)) {
-    int gpu = own_node(a) * int(a.gpus) + threadIdx.x % int(a.gpus);
-    ok = wait_word(a, Op::kCombine, gpu, a.relay_returned, threadIdx.x, sh.epoch, 0) != 0;
-  }
-  if (not __syncthreads_and(ok)) return;
-  Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
-  Warps w = spread_warps();
-  const i64 row_bytes = combine_record_bytes(Payload(a.payload), a.hidden);
-  for (int node = 0; node < nodes(a); ++node) {
-    if (node == own_node(a)) continue;
-    const int channels = intent_channels(load_relaxed_sys(own_word(a, a.intent, rail_peer(a, node))));
-    const int chunk = int(signal_count(load_relaxed_sys(own_word(a, a.rail_total, plan_row(node, kChannels)))));
-    int rows = 0;
-    const int shared = kRailPut ? 1 : parts;   // a put takes a whole row
-    for (int unit = w.first; unit < channels * chunk * shared; unit += w.step) {
-      int slot = unit / shared, part = unit % shared, channel = slot / chunk;
-      u64 total = load_relaxed_sys(own_word(a, a.rail_total, plan_row(node, channel)));
-      if (slot - channel * chunk >= int(signal_count(total))) continue;
-      sum_slot(a, stage, node, channel, slot, part, lane);
-      rows += part == 0;
-    }
-    if (lane == 0) add_written(a, Op::kCombine, rail_peer(a, node), rows, row_bytes, true);
-  }
-  signal_as_one(a, nodes(a), [&](int node) {
-    tell(a, node != own_node(a), rail_peer(a, node), a.returned, a.rank, signal_word(sh.epoch, 0));
-  });
-  // The kernel behind this one runs on all multiprocessors, so that it must find everything here.
-  if (blockIdx.x == 0) await_answer(a, sh, threadIdx.x);
-}
-
-// The owner's sum. The words that it awaits also say that every slot of this epoch has been read: a relay answers only after
-// all GPUs of its node.
+// This rank sums as a relay (senders), as an owner (receivers), or as one behind the other. The words that an owner awaits also
+// say that every slot of this epoch has been read: a relay answers only after all GPUs of its node.
 extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_rail_sum(const __grid_constant__ ep::Args a) {
   using namespace ep;
   __shared__ Shared sh;
   start(a, sh, Op::kCombine);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  const bool ok = __syncthreads_and(not sh.stopped and await_answer(a, sh, threadIdx.x));
-  Stage stage{stage_memory + warp * a.receive_stage, &sh.bars[warp]};
+  Stage stage{stage_memory + warp * a.send_stage, &sh.bars[warp]};
+  bool ok = not sh.stopped and (a.senders == 0 or relay_sums(a, sh, stage, lane));
+  // The owner's launch behind a relay's has more blocks than can wait together, so that everything must be here when it begins.
+  if (ok and (a.receivers != 0 or blockIdx.x == 0)) ok = await_answer(a, sh, threadIdx.x);
+  if (a.receivers == 0) return;
+  ok = __syncthreads_and(ok);
+  stage.at = stage_memory + warp * a.receive_stage;
   const int groups = int(a.receive_groups), workers = warps / groups, group = warp / workers;
   for (int channel = blockIdx.x + gridDim.x * group; ok and group < groups and channel < a.channels; channel += gridDim.x * groups)
     sum_channel(a, stage, channel, warp % workers, workers, lane);
   if (not ok) poison_sums(a);
+  await_previous();   // ep_rail_return, if it is just before: whoever follows this kernel follows that one too
 }

@@ -25,7 +25,7 @@ STAGE_BYTES = 224 << 10  # of which a block's warps share for bulk copies, where
 IMAGE_KERNELS = {
     "dispatch": ("dispatch", "send", "await", "order", "place"),
     "combine": ("combine", "sums"),
-    "hybrid": ("rail_send", "forward", "rail_place", "rail_return", "relay_sum", "rail_sum"),
+    "hybrid": ("rail_send", "forward", "rail_place", "rail_return", "rail_sum"),
     "rings": ("ring_count", "ring_dispatch", "ring_order", "ring_place", "ring_combine"),
     "per_expert": ("expert_send", "expert_await", "expert_place", "expert_return", "expert_sum"),
 }

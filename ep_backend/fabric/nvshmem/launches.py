@@ -183,7 +183,7 @@ class Launches:
             result.append(dataclasses.replace(self._send("rail_send", call), forks=several))
             if several:
                 # A small batch is sent by blocks on all multiprocessors; the relay's must find room beside them.
-                warps = max(1, min(28, (STAGE_BYTES // 2 if small else STAGE_BYTES) // record))
+                warps = min(28, (STAGE_BYTES // 2 if small else STAGE_BYTES) // record)
                 roles = Roles(receivers=warps, receive_stage=record)
                 result.append(Launch("forward", self._relays(call), warps, roles, side=True))
         if receive:
@@ -195,32 +195,38 @@ class Launches:
         return self._blocks(call, max(1, self._most_waiting // 2), SMS)
 
     def _hybrid_combine(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
-        s, row, several, result = self._shape, 2 * self._shape.hidden, self._shape.nodes > 1, []
-        everywhere = self._blocks(call, self._most_blocks, self._most_blocks)
+        s, row, small, several, result = self._shape, 2 * self._shape.hidden, call.tokens <= SMALL, self._shape.nodes > 1, []
+        at_once = several and small and send and receive  # one launch sums as a relay, then as an owner
+        apart = several and not at_once
 
-        def summing(terms: int, room: int = 14336) -> tuple[int, int, int]:
+        def summing(terms: int, room: int) -> tuple[int, int, int]:
             """Warps of a block that add so many rows, bytes of a warp's stage, and the parts of a row."""
             parts = layout.ceil_div(row, _room(room, terms))
             stage = _run(row, 16, parts) * terms
             return min(16, STAGE_BYTES // stage), stage, parts
 
+        room = 7168 if small and several else 14336  # several warps a row where rows are few
+        relays, sent, shares = summing(s.gpu_copies, room)
         if send:
-            warps, stage, parts = summing(s.top_k if call.layout is Layout.MASKED else 1)
-            roles = Roles(warps, send_stage=stage, send_parts=parts)
-            result.append(Launch("rail_return", everywhere, warps, roles, forks=several))
-            if several:
-                warps, stage, parts = summing(s.gpu_copies)
-                roles = Roles(warps, send_stage=stage, send_parts=parts)
-                result.append(Launch("relay_sum", self._relays(call), warps, roles, side=True))
+            warps, stage, parts = summing(s.top_k if call.layout is Layout.MASKED else 1, 14336)
+            everywhere = self._blocks(call, self._most_blocks, self._most_blocks)
+            result.append(
+                Launch("rail_return", everywhere, warps, Roles(warps, send_stage=stage, send_parts=parts), forks=apart)
+            )
+            if apart:
+                roles = Roles(relays, send_stage=sent, send_parts=shares)
+                result.append(Launch("rail_sum", self._relays(call), relays, roles, side=True))
         if receive:
-            small = call.tokens <= SMALL
-            warps, stage, parts = summing(min(s.ranks, s.top_k), 7168 if small and several else 14336)
-            groups = max(1, warps // parts) if small else 1
-            roles = Roles(receivers=warps, receive_stage=stage, receive_parts=parts, receive_groups=groups)
-            blocks = self._blocks(call, self._most_waiting, SMS)
-            if several:  # behind ep_relay_sum there is nothing to wait for
+            warps, stage, parts = summing(min(s.ranks, s.top_k), room)
+            if apart:  # behind the relay's launch there is nothing to wait for
                 blocks = self._blocks(call, self._most_blocks, max(1, call.tokens))
-            result.append(Launch("rail_sum", blocks, warps, roles, joins=several, ends=True))
+            else:
+                blocks = self._blocks(call, self._most_waiting, max(call.tokens, SMS) if small else SMS)
+            if at_once:
+                warps = min(warps, relays)
+            groups = max(1, warps // parts) if small else 1
+            roles = Roles(warps * at_once, 0, warps, sent, stage, 0, shares, parts, groups)
+            result.append(Launch("rail_sum", blocks, warps, roles, early=send and not apart, joins=apart, ends=True))
         return tuple(result)
 
     def _ring_count(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
