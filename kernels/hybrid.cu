@@ -55,13 +55,17 @@ __device__ __forceinline__ int* relay_entry(const Args& a, int node, i64 slot) {
   return reinterpret_cast<int*>(a.relay) + 3 * (node * a.max_tokens + slot);
 }
 
-// The ranks that own a record's experts, by its ids where they lie.
+// The ranks that own a record's experts, by its ids where they lie; loads are in flight together, as in token_ranks.
 __device__ __forceinline__ u32 record_ranks(const Args& a, u64 ids) {
+  constexpr int kLoads = 8;
+  const int top_k = int(a.top_k);
   u32 ranks = 0;
-#pragma unroll 8
-  for (int k = 0; k < int(a.top_k); ++k) {
-    int id = reinterpret_cast<const int*>(ids)[k];
-    if (id >= 0) ranks |= 1u << owner(a, id);
+  for (int first = 0; first < top_k; first += kLoads) {
+    int id[kLoads];
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) id[k] = first + k < top_k ? reinterpret_cast<const int*>(ids)[first + k] : -1;
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) ranks |= id[k] >= 0 ? 1u << owner(a, id[k]) : 0;
   }
   return ranks;
 }
