@@ -4,7 +4,7 @@
 //
 // Both hops of dispatch reuse the streams of dispatch.cuh: a channel of the source is a channel at the relay and at the GPUs,
 // its records take consecutive slots from that of its first token on, and whoever writes the records writes the words.
-// Kernels that wait for another node run beside the caller's stream, so that lanes may be driven in any order.
+// Relays run beside the caller's stream, so that lanes may be driven in any order, except where one launch does all the summing.
 #include "ep/dispatch.cuh"
 
 namespace ep {
@@ -101,8 +101,7 @@ __device__ __forceinline__ bool forward(const Args& a, Shared& sh, const Relay& 
   int k = team.member, sent = 0;
   for (int begin = 0; begin < count; begin += 32) {
     const int end = min(begin + 32, count);
-    if (not kRailPut)
-      ok = ok and wait_word(a, Op::kDispatch, source, a.rail_tail, stream, sh.epoch, end) != 0;
+    if (not kRailPut) ok = ok and wait_word(a, Op::kDispatch, source, a.rail_tail, stream, sh.epoch, end) != 0;
     if (not __all_sync(kFullWarp, ok)) break;
     if (k < end) stage.load(from + i64(k) * f.bytes, f.bytes, lane);   // on its way while ids are read
     const u32 ranks = lane < end - begin ? record_ranks(a, from + i64(begin + lane) * f.bytes + f.ids) : 0;
