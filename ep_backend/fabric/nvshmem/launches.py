@@ -209,10 +209,9 @@ class Launches:
         relays, sent, shares = summing(s.gpu_copies, room)
         if send:
             warps, stage, parts = summing(s.top_k if call.layout is Layout.MASKED else 1, 14336)
-            everywhere = self._blocks(call, self._most_blocks, self._most_blocks)
-            result.append(
-                Launch("rail_return", everywhere, warps, Roles(warps, send_stage=stage, send_parts=parts), forks=apart)
-            )
+            blocks = self._blocks(call, self._most_blocks, max(16 * call.tokens, SMS))  # other ranks may have more tokens
+            roles = Roles(warps, send_stage=stage, send_parts=parts)
+            result.append(Launch("rail_return", blocks, warps, roles, forks=apart))
             if apart:
                 roles = Roles(relays, send_stage=sent, send_parts=shares)
                 result.append(Launch("rail_sum", self._relays(call), relays, roles, side=True))
