@@ -18,7 +18,7 @@ from tests.core.pool import World, gpus_for
 from tests.core.rounds import Round
 
 ALL = frozenset(name for names in IMAGE_KERNELS.values() for name in names)
-RELAYS = frozenset({"forward", "relay_sum"})  # run where there are several nodes
+RELAYS = frozenset({"forward"})  # runs where there are several nodes
 TOKENS = 8
 # Arguments, the most tokens that count as a small batch, and what is called.
 BUFFERS: tuple[tuple[dict[str, Any], int, tuple[tuple[str, str], ...]], ...] = (

@@ -138,6 +138,31 @@ def test_hybrid_by_puts(ranks: Any, kernels: str, size: int, gpus: int) -> None:
     assert set(ranks(size, kernels).run(by_puts, gpus, timeout=200)) == {len(KINDS) * len(PAYLOADS)}
 
 
+def long_channels(world: World, gpus: int, options: dict[str, Any]) -> int:
+    """More records of a channel than a relay's warp looks at together, as small batches and as large ones are launched."""
+    from ep_backend.fabric.nvshmem import launches
+
+    usual, done, most = launches.SMALL, 0, 300
+    try:
+        for launches.SMALL in (usual, -1):
+            with world.make(gpus_per_node=gpus, hidden=128, max_tokens={"hybrid": most}, lanes=1, **options) as buffer:
+                for kind in KINDS:
+                    tokens = [most - (70 * r + 97 * done) % (most + 1) for r in range(world.size)]
+                    case = oracle.make_case(done, tokens, kind=kind, hidden=128)
+                    layout, payload = ("compact", "masked")[done % 2], ("fp8_cast", "bf16")[done // 2 % 2]
+                    Round(world, buffer, case, "hybrid", layout=layout, payload=payload, hook=done % 3 == 0).run()
+                    done += 1
+    finally:
+        launches.SMALL = usual
+    return done
+
+
+@pytest.mark.parametrize("options", [{}, {"rail": "put"}, {"deterministic": True}], ids=["stores", "puts", "deterministic"])
+@pytest.mark.parametrize("size,gpus", [(2, 1), (4, 2), (6, 2)])
+def test_hybrid_relays_take_turns(ranks: Any, kernels: str, size: int, gpus: int, options: dict[str, Any]) -> None:
+    assert set(ranks(size, kernels).run(long_channels, gpus, options, timeout=200)) == {2 * len(KINDS)}
+
+
 def by_expert(world: World) -> int:
     done = 0
     with world.make(low_latency_form="per_expert") as buffer:

@@ -255,7 +255,7 @@ class NvshmemFabric:
         counts = self._empty((s.local_experts,), torch.int32) if counted is None else counted.counts
         # plan | target | position | pick_weight | relay, 32 bits each
         plan_words = s.ranks * (layout.CHANNELS + 2) if counted is None else 0
-        relayed = {Mode.HYBRID: 2, Mode.NORMAL: 1}.get(call.mode, 0) * s.nodes * call.max_tokens if s.nodes > 1 else 0
+        relayed = {Mode.HYBRID: 3, Mode.NORMAL: 1}.get(call.mode, 0) * s.nodes * call.max_tokens if s.nodes > 1 else 0
         if self._launches.per_expert(call):
             sizes = (plan_words + s.local_experts * (s.ranks + 1), s.local_experts * capacity, 0, 0)
         else:
@@ -317,11 +317,13 @@ class NvshmemFabric:
         stream, side = self._gpu.stream(), self._sides[call.lane]
         for one in self._launches.of(op, call, send=send, receive=receive):
             args.pack(values, one)
-            if one.side:
+            if one.forks:
                 side.fork()
             if one.joins:
                 side.join()
             self._kernels[one.kernel].launch(one, args, side.stream if one.side else stream)
+            if one.closes:
+                side.join()
 
     def _await_rows(self, call: Call) -> int:
         deadline = time.monotonic() + self.config.timeout_s + 5.0

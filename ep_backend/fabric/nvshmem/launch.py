@@ -25,7 +25,7 @@ STAGE_BYTES = 224 << 10  # of which a block's warps share for bulk copies, where
 IMAGE_KERNELS = {
     "dispatch": ("dispatch", "send", "await", "order", "place"),
     "combine": ("combine", "sums"),
-    "hybrid": ("rail_send", "forward", "rail_place", "rail_return", "relay_sum", "rail_sum"),
+    "hybrid": ("rail_send", "forward", "rail_place", "rail_return", "rail_sum"),
     "rings": ("ring_count", "ring_dispatch", "ring_order", "ring_place", "ring_combine"),
     "per_expert": ("expert_send", "expert_await", "expert_place", "expert_return", "expert_sum"),
 }
@@ -126,8 +126,10 @@ class Launch:
     roles: Roles
     early: bool = False
     ends: bool = False  # the lane's round
+    forks: bool = False  # what runs beside the current stream need not wait for this one
     side: bool = False  # beside the current stream
     joins: bool = False  # behind what runs beside it
+    closes: bool = False  # whoever follows it is behind what runs beside it
     config: _Config = field(init=False)
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from ep_backend import layout
@@ -54,6 +55,8 @@ class Launches:
         """Blocks of the kernel that sends."""
         if call.mode is Mode.NORMAL:
             return rings.channels(self._shape)
+        if call.mode is Mode.HYBRID and call.tokens > SMALL:  # waits for nobody, and the relay's blocks run beside it
+            return self._blocks(call, max(1, self._most_blocks - SMS), self._most_blocks)
         if call.tokens > SMALL:
             return self._blocks(call, self._most_waiting, SMS)
         return self._blocks(call, self._most_waiting if self._at_once(call) else self._most_blocks, max(1, call.tokens))
@@ -115,16 +118,16 @@ class Launches:
         senders = max(1, min(parts * layout.ceil_div(call.tokens, blocks), 16, STAGE_BYTES // sent))
         return Launch(kernel, blocks, senders + 1, Roles(senders, send_stage=sent, send_parts=parts))
 
-    def _place(self, kernel: str, call: Call, *, early: bool = False, joins: bool = False) -> list[Launch]:
+    def _place(self, kernel: str, call: Call, *, early: bool = False, closes: bool = False, warps: int = 4) -> list[Launch]:
         """One block waits for everything, then all multiprocessors place it."""
         record = self._record(call)
         everywhere = self._blocks(call, self._most_blocks, self._most_blocks)
-        result = [Launch("await", 1, self._shape.ranks, Roles(), early=early, joins=joins)]
+        result = [Launch("await", 1, self._shape.ranks, Roles(), early=early)]
         if self.ordered(call):
             result.append(Launch("order", everywhere, 4, Roles(), early=True))
-        warps = min(4, STAGE_BYTES // record)
+        warps = min(warps, STAGE_BYTES // record)
         roles = Roles(receivers=warps, receive_stage=record)
-        return [*result, Launch(kernel, everywhere, warps, roles, early=not self.ordered(call))]
+        return [*result, Launch(kernel, everywhere, warps, roles, early=not self.ordered(call), closes=closes)]
 
     def _input(self, call: Call) -> tuple[int, int, int]:
         """Bytes of a row that is read, in steps of so many, and of the scales that a cast leaves behind it."""
@@ -174,40 +177,54 @@ class Launches:
         return (Launch("sums", blocks, warps + 1, roles, ends=receive),)
 
     def _hybrid_dispatch(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
-        several, result = self._shape.nodes > 1, []
+        several, small, record, result = self._shape.nodes > 1, call.tokens <= SMALL, self._record(call), []
         if send:
-            result.append(self._send("rail_send", call))
+            result.append(dataclasses.replace(self._send("rail_send", call), forks=several))
             if several:
-                record = self._record(call)
-                warps = min(8, STAGE_BYTES // record)
-                blocks = self._blocks(call, self._most_waiting, SMS)
-                result.append(Launch("forward", blocks, warps, Roles(receivers=warps, receive_stage=record), side=True))
+                # A small batch is sent by blocks on all multiprocessors; the relay's must find room beside them.
+                warps = min(28, (STAGE_BYTES // 2 if small else STAGE_BYTES) // record)
+                roles = Roles(receivers=warps, receive_stage=record)
+                result.append(Launch("forward", self._relays(call), warps, roles, side=True))
         if receive:
-            result += self._place("rail_place", call, early=send and not several, joins=several)
+            result += self._place("rail_place", call, early=send, closes=several, warps=4 if small else 16)
         return tuple(result)
 
-    def _hybrid_combine(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
-        s, row, result = self._shape, 2 * self._shape.hidden, []
-        waiting = self._blocks(call, self._most_waiting, SMS)
+    def _relays(self, call: Call) -> int:
+        """Blocks of a kernel that waits beside this rank's own sending, which must find room."""
+        return self._blocks(call, max(1, self._most_waiting // 2), SMS)
 
-        def summing(terms: int) -> tuple[int, int, int]:
+    def _hybrid_combine(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
+        s, row, small, several, result = self._shape, 2 * self._shape.hidden, call.tokens <= SMALL, self._shape.nodes > 1, []
+        at_once = several and small and send and receive  # one launch sums as a relay, then as an owner
+        apart = several and not at_once
+
+        def summing(terms: int, room: int) -> tuple[int, int, int]:
             """Warps of a block that add so many rows, bytes of a warp's stage, and the parts of a row."""
-            parts = layout.ceil_div(row, _room(14336, terms))
+            parts = layout.ceil_div(row, _room(room, terms))
             stage = _run(row, 16, parts) * terms
             return min(16, STAGE_BYTES // stage), stage, parts
 
+        room = 7168 if small and several else 14336  # several warps a row where rows are few
+        relays, sent, shares = summing(s.gpu_copies, room)
         if send:
-            warps, stage, parts = summing(s.top_k if call.layout is Layout.MASKED else 1)
-            everywhere = self._blocks(call, self._most_blocks, self._most_blocks)
-            result.append(Launch("rail_return", everywhere, warps, Roles(warps, send_stage=stage, send_parts=parts)))
-            if s.nodes > 1:
-                warps, stage, parts = summing(s.gpu_copies)
-                result.append(Launch("relay_sum", waiting, warps, Roles(warps, send_stage=stage, send_parts=parts), side=True))
+            warps, stage, parts = summing(s.top_k if call.layout is Layout.MASKED else 1, 14336)
+            blocks = self._blocks(call, self._most_blocks, max(16 * call.tokens, SMS))  # other ranks may have more tokens
+            roles = Roles(warps, send_stage=stage, send_parts=parts)
+            result.append(Launch("rail_return", blocks, warps, roles, forks=apart))
+            if apart:
+                roles = Roles(relays, send_stage=sent, send_parts=shares)
+                result.append(Launch("rail_sum", self._relays(call), relays, roles, side=True))
         if receive:
-            warps, stage, parts = summing(min(s.ranks, s.top_k))
-            groups = max(1, warps // parts) if call.tokens <= SMALL else 1
-            roles = Roles(receivers=warps, receive_stage=stage, receive_parts=parts, receive_groups=groups)
-            result.append(Launch("rail_sum", waiting, warps, roles, joins=s.nodes > 1, ends=True))
+            warps, stage, parts = summing(min(s.ranks, s.top_k), room)
+            if apart:  # behind the relay's launch there is nothing to wait for
+                blocks = self._blocks(call, self._most_blocks, max(1, call.tokens))
+            else:
+                blocks = self._blocks(call, self._most_waiting, max(call.tokens, SMS) if small else SMS)
+            if at_once:
+                warps = min(warps, relays)
+            groups = max(1, warps // parts) if small else 1
+            roles = Roles(warps * at_once, 0, warps, sent, stage, 0, shares, parts, groups)
+            result.append(Launch("rail_sum", blocks, warps, roles, early=send and not apart, joins=apart, ends=True))
         return tuple(result)
 
     def _ring_count(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:

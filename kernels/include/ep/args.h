@@ -59,7 +59,7 @@ struct Args {
   u64 target;            // i32 [R x max_tokens]: by received record, its row in the owner's combine payload
   u64 position;          // i32 [R x max_tokens][K]: by received record and pick, the masked row or -1
   u64 pick_weight;       // f32 likewise
-  u64 relay;             // hybrid: i32 [N][max_tokens][2] by source node and rail slot: the record's ranks, one bit each, and token;
+  u64 relay;             // hybrid: i32 [N][max_tokens][3] by source node and rail slot, see relay_entry;
                          // normal: u32 [N][max_tokens] by forwarded record: the GPUs of this node that got it, one bit each
   u64 kept;              // normal, ordered: [capacity] records in order of source and token, not yet given rows
   i64 capacity;          // rows of the outputs (masked: of an expert)

@@ -29,9 +29,7 @@ HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[2] / "kernels"
 MULTIPROCESSORS = 3  # blocks are threads of this machine
 # Kernels that wait for peers, combine if it sums: their blocks are resident together. Others need not be.
-WAITING = {
-    f"ep_{name}" for name in ("dispatch", "await", "forward", "relay_sum", "rail_sum", "expert_await", "expert_sum")
-}
+WAITING = {f"ep_{name}" for name in ("dispatch", "await", "forward", "rail_sum", "expert_await", "expert_sum")}
 WAITING |= {f"ep_ring_{name}" for name in ("count", "dispatch", "combine")}
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE")
 
