@@ -53,7 +53,7 @@ CALL = (
 )
 _CALL_AT, _ANSWER_AT, _LAUNCH_AT = (8 * (MAX_RANKS + len(LANE) + CALL.index(name)) for name in ("masked", "stays", "senders"))
 ARGS_BYTES = 8 * (MAX_RANKS + len(LANE) + len(CALL))
-_call, _answer = struct.Struct(f"{(_ANSWER_AT - _CALL_AT) // 8}q"), struct.Struct("3q")
+_call, _answer = struct.Struct(f"{(_LAUNCH_AT - _CALL_AT) // 8}q"), struct.Struct("3q")
 _launch = struct.Struct(f"{(ARGS_BYTES - _LAUNCH_AT) // 8}q")
 
 
@@ -73,8 +73,8 @@ class Args:
         self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
 
     def dispatch(self, call: tuple[int, ...]) -> None:
-        """Values of CALL up to combine's own."""
-        _call.pack_into(self.buffer, _CALL_AT, *call)
+        """Values of CALL up to combine's own, which are none yet."""
+        _call.pack_into(self.buffer, _CALL_AT, *call, 0, 0, 0)
 
     def combine(self, stays: bool, y: int, out: int) -> None:
         _answer.pack_into(self.buffer, _ANSWER_AT, stays, y, out)

@@ -12,7 +12,7 @@ from ep_backend.modes import Layout, Mode
 ALIGN = 32  # words, of whatever lies beside the rows
 # What does, in the order of launch.CALL.
 PLACES = ("scales", "ids", "weights", "counts", "plan", "target", "position", "pick_weight", "relay", "kept")
-_SCALES, _IDS, _WEIGHTS, COUNTS, PLAN, *_ = range(len(PLACES))
+COUNTS, PLAN = PLACES.index("counts"), PLACES.index("plan")
 _DTYPES = {Payload.BF16: torch.bfloat16, Payload.FP8: torch.float8_e4m3fn, Payload.FP8_UE8M0: torch.float8_e4m3fn}
 
 
