@@ -46,13 +46,13 @@ class DeviceStats(BufferStats):
 
 
 class _Plan:
-    """What all calls of one kind have in common: looked up once a dispatch, so that the host is done soon."""
+    """What all calls of one kind have in common: made for the first, so that the host does little for the others."""
 
     def __init__(self, call: Call, args: Args, made: Launches, outputs: Outputs) -> None:
         compact = call.layout is Layout.COMPACT
         self.args, self.outputs, self._made = args, outputs, made
         self.exact = compact and call.host_counts  # the host waits for the number of rows, unless it is known
-        self.kind = (not compact, casts(call), call.ids.dtype == torch.int64, made.ordered(call))
+        self.kind = (not compact, casts(call), call.ids.dtype == torch.int64, made.ordered(call))  # as launch.CALL begins
         self.fill = compact and not call.host_counts
         self.channels = made.channels(call)
         self._launches: dict[tuple[str, bool, bool], tuple[Launch, ...]] = {}
@@ -287,9 +287,9 @@ class NvshmemFabric:
             host_rows = self._host.data_ptr() + 8 * (17 + call.lane)
         scales = 0 if call.scales is None else call.scales.data_ptr()
         given = call.tokens, call.x.data_ptr(), scales, call.ids.data_ptr(), call.weights.data_ptr()
-        outputs = rows, *places[:PLAN], plan.outputs.stride(capacity), plan.fill, host_rows, *places[PLAN:]
+        taken = rows, *places[:PLAN], plan.outputs.stride(capacity), plan.fill, host_rows, *places[PLAN:]
         shares = plan.channels, layout.ceil_div(call.tokens, plan.channels)
-        plan.args.dispatch((*plan.kind, *given, *outputs, capacity, *shares))
+        plan.args.dispatch((*plan.kind, *given, *taken, capacity, *shares))
 
     def _combine(self, call: Call, state: _State, out: torch.Tensor | None, *, send: bool, receive: bool) -> None:
         assert state.y is not None
