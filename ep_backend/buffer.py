@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Hook = Callable[[], None]
 ScaleFormat = Literal["fp32", "ue8m0"]
 
@@ -81,6 +82,15 @@ class Dispatched:
     @property
     def num_rows(self) -> int | None:
         return self._received.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a dispatch's arguments ask for, beside its tensors."""
+
+    mode: Mode
+    layout: Layout
+    payload: Payload
 
 
 @dataclass(slots=True)
@@ -164,6 +174,7 @@ class EpBuffer:
         self.config = config
         self.rank = meeting.rank
         self._lanes = [_LaneState() for _ in range(lanes)]
+        self._kinds: dict[tuple[object, ...], _Kind] = {}  # that were found good
         self._bytes = config.region_bytes()
         self._error: str | None = None
         self._fabric: Fabric = make_fabric(name, config, meeting, faults)
@@ -255,18 +266,19 @@ class EpBuffer:
         epoch = state.epoch + 1
         try:
             call = self._make_call(x, topk_ids, topk_weights, mode, layout, lane, epoch, fp8, handle, sms, host_counts)
+            spec = call.mode.spec
             if return_hook and async_finish:
                 raise ValueError(
                     "return_hook and async_finish exclude each other: a hook is the receive phase, not yet started"
                 )
-            if not call.mode.spec.graph and self._fabric.capturing():
+            if not spec.graph and self._fabric.capturing():
                 raise ValueError(
                     f"mode {call.mode.value} cannot be captured in a graph: its host waits for counts; "
                     "use direct or hybrid, or no graph"
                 )
             if call.layout is Layout.COMPACT and host_counts and self._fabric.capturing():
                 raise ValueError("a captured dispatch cannot wait for the number of rows: use host_counts=False, or masked")
-            if return_hook and not call.mode.spec.hook:
+            if return_hook and not spec.hook:
                 raise ValueError(
                     f"mode {call.mode.value} has no receive hook (its rings need both sides at work); "
                     "use async_finish, or a mode with slots"
@@ -278,27 +290,24 @@ class EpBuffer:
         call.split, call.aside = return_hook, async_finish
         state.epoch, state.call, state.pending = epoch, call, "dispatch"
 
-        def start() -> None:
-            self._run(state, lambda: self._fabric.start_dispatch(call))
-
         def finish() -> None:
             if state.call is not call or state.pending not in ("dispatch", "dispatch hook"):
                 raise RuntimeError("this dispatch hook has already run")
-            call.received = self._run(state, lambda: self._fabric.finish_dispatch(call))
+            call.received = self._run(state, self._fabric.finish_dispatch, call)
             state.pending = "combine"
 
         result = Handle(call, self)
         if async_finish:
             with self._fabric.aside(lane):
                 self._fabric.uses(call.x, call.scales, call.ids, call.weights)
-                start()
+                self._run(state, self._fabric.start_dispatch, call)
                 finish()
                 event = self._event()
             got = call.received
             assert got is not None
             self._fabric.uses(got.rows, got.scales, got.topk_ids, got.topk_weights, got.counts)
             return Dispatched(call, result, None, event)
-        start()
+        self._run(state, self._fabric.start_dispatch, call)
         if return_hook:
             state.pending = "dispatch hook"
             return Dispatched(call, result, finish)
@@ -357,23 +366,22 @@ class EpBuffer:
         if return_hook and not call.mode.spec.hook:
             raise ValueError(f"mode {call.mode.value} has no receive hook; use async_finish")
         y = self._check_rows(y, call)
-        shape = (call.tokens, self.config.hidden)
+        tokens, hidden = call.tokens, self.config.hidden
         if out is None:
-            out = torch.empty(shape, dtype=y.dtype, device=y.device)
-        elif out.shape != shape or out.dtype != y.dtype or out.device != y.device or not out.is_contiguous():
-            raise ValueError(f"out is {_describe(out)}; combine writes a contiguous {list(shape)} {y.dtype} on {y.device}")
-        result = out
-        # Sums are written while other rows of y are still read, so they need memory of their own.
-        total = torch.empty_like(out) if _share_memory(out, y) or out.data_ptr() % 16 else out
+            total = result = torch.empty(tokens, hidden, dtype=y.dtype, device=y.device)
+        else:
+            if out.shape != (tokens, hidden) or out.dtype != y.dtype or out.device != y.device or not out.is_contiguous():
+                right = f"a contiguous {[tokens, hidden]} {y.dtype} on {y.device}"
+                raise ValueError(f"out is {_describe(out)}; combine writes {right}")
+            result = out
+            # Sums are written while other rows of y are still read, so they need memory of their own.
+            total = torch.empty_like(out) if _share_memory(out, y) or out.data_ptr() % 16 else out
         call.split, call.aside = return_hook, call.aside or async_finish
-
-        def start() -> None:
-            self._run(state, lambda: self._fabric.start_combine(call, y))
 
         def finish() -> None:
             if state.call is not call or state.pending not in ("combine", "combine hook"):
                 raise RuntimeError("this combine hook has already run")
-            self._run(state, lambda: self._fabric.finish_combine(call, total))
+            self._run(state, self._fabric.finish_combine, call, total)
             if total is not result:
                 result.copy_(total)
             state.call = state.pending = None
@@ -381,10 +389,10 @@ class EpBuffer:
         if async_finish:
             with self._fabric.aside(call.lane):
                 self._fabric.uses(y, result, total)
-                start()
+                self._run(state, self._fabric.start_combine, call, y)
                 finish()
                 return result, self._event()
-        start()
+        self._run(state, self._fabric.start_combine, call, y)
         if return_hook:
             state.pending = "combine hook"
             return result, finish
@@ -459,10 +467,10 @@ class EpBuffer:
         if reason is not None:
             raise EpFailed(f"the buffer is failed and must be rebuilt on all ranks. First failure: {reason}")
 
-    def _run(self, state: _LaneState, step: Callable[[], Any]) -> Any:
+    def _run(self, state: _LaneState, step: Callable[..., T], *args: Any) -> T:
         """Run a phase; a refusal ends the call only, anything else fails the buffer here and on its peers."""
         try:
-            return step()
+            return step(*args)
         except EpRefused:
             state.call = state.pending = None
             raise
@@ -493,6 +501,76 @@ class EpBuffer:
         sms: int | None,
         host_counts: bool,
     ) -> Call:
+        c, device = self.config, self._fabric.device
+        if handle is not None:
+            if ids is not None or weights is not None:
+                raise ValueError("a handle brings its routing along; leave topk_ids and topk_weights None")
+            if handle.owner is not self:
+                raise ValueError("the handle belongs to another buffer")
+            ids, weights = handle.call.ids, handle.call.weights
+        if ids is None or weights is None:
+            raise ValueError("dispatch needs topk_ids and topk_weights (or the handle of an earlier dispatch)")
+        rows, scales = x if isinstance(x, tuple) else (x, None)
+        for name, t in (("x", rows), ("scales", scales), ("topk_ids", ids), ("topk_weights", weights)):
+            if t is None and name == "scales":
+                continue
+            if not isinstance(t, torch.Tensor):
+                raise TypeError(f"{name} is a {type(t).__name__}; give a torch.Tensor")
+            if t.device != device:
+                raise TypeError(f"{name} is on {t.device}, the buffer on {device}; move it there")
+        form = mode, layout, rows.dtype, None if scales is None else scales.dtype, fp8
+        kind = self._kinds.get(form)
+        if kind is None:
+            kind = self._kinds[form] = self._kind(*form)
+        most, shape = c.max_tokens[kind.mode], rows.shape
+        if len(shape) != 2 or shape[1] != c.hidden:
+            raise ValueError(f"x has shape {list(shape)}; this buffer takes [T, {c.hidden}]")
+        tokens = shape[0]
+        if tokens > most:
+            raise ValueError(
+                f"{tokens} tokens exceed max_tokens={most} of mode {kind.mode.value} (a rank, one call); "
+                "raise max_tokens or send smaller batches"
+            )
+        if scales is not None:
+            width = memory.scale_bytes(kind.payload, c.hidden) // 4
+            if scales.shape != (tokens, width):
+                raise ValueError(f"scales have shape {list(scales.shape)}; use [{tokens}, {width}]")
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"topk_ids is {ids.dtype}; use int32 or int64")
+        if weights.dtype != torch.float32:
+            raise TypeError(f"topk_weights is {weights.dtype}; use float32")
+        for name, t in (("topk_ids", ids), ("topk_weights", weights)):
+            if t.shape != (tokens, c.top_k):
+                raise ValueError(f"{name} has shape {list(t.shape)}; x and top_k make it [{tokens}, {c.top_k}]")
+        if sms is not None and sms < 1:
+            raise ValueError(f"sms={sms}; give at least 1, or None for the mode's default")
+        if ids.is_cpu and handle is None and ids.numel():
+            low, high = int(ids.min()), int(ids.max())
+            if low < -1 or high >= c.num_experts:
+                raise ValueError(
+                    f"topk_ids hold {low if low < -1 else high}; ids lie in 0..{c.num_experts - 1}, or -1 for no expert"
+                )
+        return Call(
+            kind.mode,
+            kind.layout,
+            kind.payload,
+            lane,
+            epoch,
+            most,
+            tokens,
+            _aligned(rows),
+            scales.contiguous() if scales is not None else None,
+            ids.contiguous(),
+            weights.contiguous(),
+            sms,
+            host_counts,
+            handle.call if handle is not None else None,
+        )
+
+    def _kind(
+        self, mode: str | Mode, layout: str | Layout | None, x: torch.dtype, scales: torch.dtype | None, fp8: ScaleFormat | None
+    ) -> _Kind:
+        """Of calls with these arguments and types of tensors."""
         c = self.config
         mode = parse_mode(mode)
         if mode not in c.max_tokens:
@@ -506,89 +584,33 @@ class EpBuffer:
                 "low_latency in its per_expert form sends one row an expert, so it has no compact layout; "
                 "use masked, or low_latency_form='per_rank'"
             )
-        if handle is not None:
-            if ids is not None or weights is not None:
-                raise ValueError("a handle brings its routing along; leave topk_ids and topk_weights None")
-            if handle.owner is not self:
-                raise ValueError("the handle belongs to another buffer")
-            ids, weights = handle.call.ids, handle.call.weights
-        if ids is None or weights is None:
-            raise ValueError("dispatch needs topk_ids and topk_weights (or the handle of an earlier dispatch)")
-        rows, scales = x if isinstance(x, tuple) else (x, None)
-        for name, t in (("x", rows), ("scales", scales), ("topk_ids", ids), ("topk_weights", weights)):
-            if t is not None and not isinstance(t, torch.Tensor):
-                raise TypeError(f"{name} is a {type(t).__name__}; give a torch.Tensor")
-        payload = self._payload(rows, scales, fp8)
-        for name, t in (("x", rows), ("scales", scales), ("topk_ids", ids), ("topk_weights", weights)):
-            if t is not None and t.device != self._fabric.device:
-                raise TypeError(f"{name} is on {t.device}, the buffer on {self._fabric.device}; move it there")
-        if rows.dim() != 2 or rows.shape[1] != c.hidden:
-            raise ValueError(f"x has shape {list(rows.shape)}; this buffer takes [T, {c.hidden}]")
-        tokens = int(rows.shape[0])
-        if tokens > c.max_tokens[mode]:
-            raise ValueError(
-                f"{tokens} tokens exceed max_tokens={c.max_tokens[mode]} of mode {mode.value} (a rank, one call); "
-                "raise max_tokens or send smaller batches"
-            )
-        if ids.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"topk_ids is {ids.dtype}; use int32 or int64")
-        if weights.dtype != torch.float32:
-            raise TypeError(f"topk_weights is {weights.dtype}; use float32")
-        for name, t in (("topk_ids", ids), ("topk_weights", weights)):
-            if t.shape != (tokens, c.top_k):
-                raise ValueError(f"{name} has shape {list(t.shape)}; x and top_k make it [{tokens}, {c.top_k}]")
-        if sms is not None and sms < 1:
-            raise ValueError(f"sms={sms}; give at least 1, or None for the mode's default")
-        if ids.device.type == "cpu" and handle is None and ids.numel():
-            low, high = int(ids.min()), int(ids.max())
-            if low < -1 or high >= c.num_experts:
-                raise ValueError(
-                    f"topk_ids hold {low if low < -1 else high}; ids lie in 0..{c.num_experts - 1}, or -1 for no expert"
-                )
-        return Call(
-            mode,
-            shape,
-            payload,
-            lane,
-            epoch,
-            c.max_tokens[mode],
-            _aligned(rows),
-            scales.contiguous() if scales is not None else None,
-            ids.contiguous(),
-            weights.contiguous(),
-            sms,
-            host_counts,
-            handle.call if handle is not None else None,
-        )
+        return _Kind(mode, shape, self._payload(x, scales, fp8))
 
-    def _payload(self, x: torch.Tensor, scales: torch.Tensor | None, fp8: ScaleFormat | None) -> Payload:
+    def _payload(self, x: torch.dtype, scales: torch.dtype | None, fp8: ScaleFormat | None) -> Payload:
         if scales is not None:
-            if x.dtype != torch.float8_e4m3fn:
-                raise TypeError(f"x with scales is {x.dtype}; use float8_e4m3fn")
+            if x != torch.float8_e4m3fn:
+                raise TypeError(f"x with scales is {x}; use float8_e4m3fn")
             if fp8 is not None:
                 raise ValueError("x is quantised already; fp8 asks for a cast of bf16 rows")
-            payload = {torch.float32: Payload.FP8, torch.int32: Payload.FP8_UE8M0}.get(scales.dtype)
+            payload = {torch.float32: Payload.FP8, torch.int32: Payload.FP8_UE8M0}.get(scales)
             if payload is None:
-                raise TypeError(f"scales are {scales.dtype}; use float32, or int32 for packed UE8M0")
-            width = memory.scale_bytes(payload, self.config.hidden) // 4
-            if tuple(scales.shape) != (x.shape[0], width):
-                raise ValueError(f"scales have shape {list(scales.shape)}; use [{x.shape[0]}, {width}]")
+                raise TypeError(f"scales are {scales}; use float32, or int32 for packed UE8M0")
         elif fp8 is not None:
             if fp8 not in ("fp32", "ue8m0"):
                 raise ValueError(f"fp8={fp8!r}; choose the scale format 'fp32' or 'ue8m0'")
             takes = (torch.bfloat16, torch.float32) if self.config.fabric == "host" else (torch.bfloat16,)
-            if x.dtype not in takes:
-                raise TypeError(f"x is {x.dtype}; the FP8 cast takes bfloat16")
+            if x not in takes:
+                raise TypeError(f"x is {x}; the FP8 cast takes bfloat16")
             payload = Payload.FP8 if fp8 == "fp32" else Payload.FP8_UE8M0
         else:
-            found = {torch.bfloat16: Payload.BF16, torch.float32: Payload.FP32}.get(x.dtype)
+            found = {torch.bfloat16: Payload.BF16, torch.float32: Payload.FP32}.get(x)
             if found is None:
-                raise TypeError(f"x is {x.dtype}; use bfloat16, or (float8_e4m3fn, scales)")
+                raise TypeError(f"x is {x}; use bfloat16, or (float8_e4m3fn, scales)")
             payload = found
         if payload not in self.config.payloads:
             have = ", ".join(p.name.lower() for p in self.config.payloads)
             raise TypeError(
-                f"payload {payload.name.lower()} (x is {x.dtype}) is not among this buffer's payloads ({have}); "
+                f"payload {payload.name.lower()} (x is {x}) is not among this buffer's payloads ({have}); "
                 "name it in the constructor"
             )
         return payload

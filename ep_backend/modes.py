@@ -110,12 +110,14 @@ MODES: dict[Mode, ModeSpec] = {
     ),
 }
 
+_BY_NAME: dict[str, Mode] = {mode.value: mode for mode in Mode}  # modes are strings, so that they are found too
+
 
 def parse_mode(name: str) -> Mode:
     """The mode of that name; ValueError names the choices."""
     try:
-        return Mode(name)
-    except ValueError:
+        return _BY_NAME[name]
+    except KeyError:
         choices = ", ".join(m.value for m in Mode)
         hint = did_you_mean(name, [m.value for m in Mode], f"choose one of {choices}")
         raise ValueError(f"mode {name!r} is unknown; {hint}") from None

@@ -38,6 +38,7 @@ class Call:
     lane: int
     epoch: int
     max_tokens: int
+    tokens: int
     x: torch.Tensor  # [T, H] activations, or e4m3 if scales are given
     scales: torch.Tensor | None  # [T, H/128] fp32 or packed int32, of a caller who quantised
     ids: torch.Tensor  # [T, K] int32 or int64, -1 for none
@@ -49,10 +50,6 @@ class Call:
     state: Any = field(default=None)  # the fabric's own
     split: bool = False  # the phase under way is send only: its receive phase comes later, behind other work
     aside: bool = False  # an operation of it ran on the lane's own stream
-
-    @property
-    def tokens(self) -> int:
-        return int(self.ids.shape[0])
 
 
 class Fabric(Protocol):

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from ep_backend.fabric.nvshmem import launch, rings
+from ep_backend.fabric.nvshmem.outputs import PLACES
 
 HEADER = Path(__file__).resolve().parents[2] / "kernels" / "include" / "ep" / "args.h"
 
@@ -43,3 +44,14 @@ def test_the_trace_is_read_in_its_shape() -> None:
 
 def test_roles_are_the_end_of_the_struct() -> None:
     assert launch.CALL[-len(launch.Roles._fields) - 1 : -1] == launch.Roles._fields
+
+
+def test_places_of_outputs_are_in_the_struct_s_order() -> None:
+    names = [{"ids": "out_ids", "weights": "out_weights"}.get(name, name) for name in PLACES]
+    first, last = launch.CALL.index("rows"), launch.CALL.index("capacity")
+    assert [n for n in launch.CALL[first + 1 : last] if n not in ("scale_stride", "fill", "host_rows")] == names
+
+
+def test_an_answer_is_packed_before_the_launch() -> None:
+    at = launch.CALL.index("senders")
+    assert launch.CALL[at - 3 : at] == ("stays", "y", "out")

@@ -57,7 +57,8 @@ class Gpu:
         return torch.zeros(words, dtype=torch.int64, pin_memory=True)
 
     def stream(self) -> int:
-        return int(torch.cuda.current_stream(self.device).cuda_stream)
+        # Asked at every launch: torch.cuda.current_stream() makes an object for it.
+        return int(torch._C._cuda_getCurrentRawStream(self.device.index))
 
     def side(self) -> Side:
         return Side(self.device)

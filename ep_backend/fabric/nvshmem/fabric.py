@@ -17,10 +17,11 @@ from ep_backend.config import BufferConfig
 from ep_backend.errors import EpDisagree, EpError, EpFailed, EpTimeout, WaitRecord
 from ep_backend.fabric.base import Call, Received
 from ep_backend.fabric.meeting import Meeting
-from ep_backend.fabric.nvshmem import launch, rings
+from ep_backend.fabric.nvshmem import launch, launches, rings
 from ep_backend.fabric.nvshmem.device import Gpu
-from ep_backend.fabric.nvshmem.launch import STAGE_BYTES, Args, casts
+from ep_backend.fabric.nvshmem.launch import STAGE_BYTES, Args, Launch, casts
 from ep_backend.fabric.nvshmem.launches import Launches
+from ep_backend.fabric.nvshmem.outputs import ALIGN, COUNTS, PLACES, PLAN, Outputs
 from ep_backend.layout import Payload
 from ep_backend.modes import Layout, Mode
 from ep_backend.stats import BufferStats
@@ -30,7 +31,6 @@ log = logging.getLogger(__name__)
 OPS = ("dispatch", "combine")
 TIMEOUT, DISAGREE, ABORT, BAD_ID = 1, 2, 3, 4  # Fault of args.h
 REPEATS = 1 << 5  # kRepeats
-_DTYPES = {Payload.BF16: torch.bfloat16, Payload.FP8: torch.float8_e4m3fn, Payload.FP8_UE8M0: torch.float8_e4m3fn}
 
 
 class DeviceStats(BufferStats):
@@ -45,6 +45,25 @@ class DeviceStats(BufferStats):
         return super().as_dict()
 
 
+class _Plan:
+    """What all calls of one kind have in common: made for the first, so that the host does little for the others."""
+
+    def __init__(self, call: Call, args: Args, made: Launches, outputs: Outputs) -> None:
+        compact = call.layout is Layout.COMPACT
+        self.args, self.outputs, self._made = args, outputs, made
+        self.exact = compact and call.host_counts  # the host waits for the number of rows, unless it is known
+        self.kind = (not compact, casts(call), call.ids.dtype == torch.int64, made.ordered(call))  # as launch.CALL begins
+        self.fill = compact and not call.host_counts
+        self.channels = made.channels(call)
+        self._launches: dict[tuple[str, bool, bool], tuple[Launch, ...]] = {}
+
+    def launches(self, op: str, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
+        found = self._launches.get((op, send, receive))
+        if found is None:
+            found = self._launches[op, send, receive] = self._made.of(op, call, send=send, receive=receive)
+        return found
+
+
 @dataclass(slots=True)
 class _Counted:
     """What is known before a dispatch of normal moves data; rows are None where the host does not ask."""
@@ -56,13 +75,13 @@ class _Counted:
 
 @dataclass(slots=True)
 class _State:
-    """A call's launches: outputs, and what combine must know of every received record."""
+    """What a call keeps until its combine."""
 
-    args: Args
-    received: Received
-    dispatch: tuple[int, ...]  # values of launch.CALL before the launch's own
-    keep: tuple[torch.Tensor | None, ...]
+    plan: _Plan
     counted: _Counted | None
+    capacity: int  # rows of the outputs
+    rows: torch.Tensor
+    beside: torch.Tensor
     y: torch.Tensor | None = None
 
 
@@ -84,7 +103,7 @@ class NvshmemFabric:
         self._kernels = gpu.kernels(rail_put=bool(s.staging))
         # Host memory that kernels write: 16 words of error report, then agreed, and received rows by lane.
         self._host = gpu.mapped(20)
-        self._seen = self._host.numpy()
+        self._seen: memoryview[int] = self._host.numpy().data  # whose words are read fastest
         counters = 4 * (4 * s.ranks + 8) + s.ranks + s.local_experts
         self._counters = torch.zeros(counters, dtype=torch.int64, device=self.device)
         self._control = torch.zeros(4, dtype=torch.int64, device=self.device)
@@ -104,6 +123,7 @@ class NvshmemFabric:
             key: self._lane_args(*key)
             for key in itertools.product(range(config.lanes), config.max_tokens, Layout, config.payloads, (False, True))
         }
+        self._plans: dict[tuple[object, ...], _Plan] = {}
 
     def _supported(self, config: BufferConfig) -> None:
         if config.ranks > launch.MAX_RANKS:
@@ -177,32 +197,41 @@ class NvshmemFabric:
 
     def start_dispatch(self, call: Call) -> None:
         self._raise_failure()
-        counted = self._count(call) if call.mode is Mode.NORMAL else None
-        call.state = state = self._prepare(call, counted)
-        self._launch("dispatch", call, state.args, state.dispatch, send=True, receive=not call.split)
+        plan = self._plan(call)
+        counted = self._count(call, plan) if call.mode is Mode.NORMAL else None
+        outputs = plan.outputs
+        capacity = outputs.most if counted is None or counted.rows is None else counted.rows
+        rows, beside = outputs.make(capacity)
+        places = outputs.addresses(beside, capacity)
+        if counted is not None:
+            places[PLAN], places[COUNTS] = counted.plan.data_ptr(), counted.counts.data_ptr()
+        self._pack(call, plan, rows.data_ptr(), places, capacity, waits=plan.exact and counted is None)
+        call.state = _State(plan, counted, capacity, rows, beside)
+        self._launch("dispatch", call, plan, send=True, receive=not call.split)
 
     def finish_dispatch(self, call: Call) -> Received:
         state: _State = call.state
+        plan, counted = state.plan, state.counted
         if call.split:
-            self._launch("dispatch", call, state.args, state.dispatch, send=False, receive=True)
-        if call.layout is Layout.COMPACT and call.host_counts and state.received.num_rows is None:
-            state.received = _cut(state.received, self._await_rows(call))
-        return state.received
+            self._launch("dispatch", call, plan, send=False, receive=True)
+        if counted is not None:
+            return plan.outputs.received(state.rows, state.beside, counted.counts, state.capacity, counted.rows)
+        rows = self._await_rows(call) if plan.exact else None
+        return plan.outputs.received(state.rows, state.beside, None, state.capacity, rows)
 
     def start_combine(self, call: Call, y: torch.Tensor) -> None:
         self._raise_failure()
         state: _State = call.state
         if call.aside:
-            self.uses(*state.keep, state.received.counts, state.counted.plan if state.counted else None)
+            counted = state.counted
+            self.uses(state.rows, state.beside, *((counted.plan, counted.counts) if counted else ()))
         state.y = y
         if call.split:
-            self._launch("combine", call, state.args, self._answer(call, y, None), send=True, receive=False)
+            self._combine(call, state, None, send=True, receive=False)
 
     def finish_combine(self, call: Call, out: torch.Tensor) -> None:
         state: _State = call.state
-        assert state.y is not None
-        answer = self._answer(call, state.y, out)
-        self._launch("combine", call, state.args, answer, send=not call.split, receive=True)
+        self._combine(call, state, out, send=not call.split, receive=True)
         state.y = None
 
     @contextmanager
@@ -217,106 +246,62 @@ class NvshmemFabric:
             if tensor is not None:
                 self._gpu.uses(tensor)
 
-    def _count(self, call: Call) -> _Counted:
+    def _plan(self, call: Call) -> _Plan:
+        repeats = rings.repeats(call)
+        tokens = min(call.tokens, launches.SMALL + 1)  # beyond, launches do not depend on it
+        form = call.lane, call.mode, call.layout, call.payload, repeats
+        key = (*form, call.scales is None, call.ids.dtype, tokens, call.sms, call.host_counts, call.split)
+        found = self._plans.get(key)
+        if found is None:
+            per_expert, ordered = self._launches.per_expert(call), self._launches.ordered(call)
+            outputs = Outputs(self.shape, call, self.device, per_expert=per_expert, ordered=ordered)
+            found = self._plans[key] = _Plan(call, self._args[form], self._launches, outputs)
+        return found
+
+    def _count(self, call: Call, plan: _Plan) -> _Counted:
         """normal's exchange of counts, so that its compact outputs have their exact size; waits for all ranks to call."""
-        s, earlier = self.shape, call.repeats.state if call.repeats is not None and rings.repeats(call) else None
-        plan_words = s.ranks * (layout.CHANNELS + 2) + s.nodes * layout.RING_CHANNELS
-        plan = self._empty((plan_words,), torch.int32) if earlier is None else earlier.counted.plan
+        s, earlier = self.shape, call.repeats if rings.repeats(call) else None
+        rows = None
+        if earlier is None:
+            words = layout.align_up(s.ranks * (layout.CHANNELS + 2) + s.nodes * layout.RING_CHANNELS, ALIGN)
+            kept = torch.empty(words + s.local_experts, dtype=torch.int32, device=self.device)
+            counts = kept[words:]
+        else:
+            assert earlier.received is not None
+            kept, rows = earlier.state.counted.plan, earlier.received.num_rows if plan.exact else None
+            counts = torch.empty(s.local_experts, dtype=torch.int32, device=self.device)
         if call.aside:
-            self.uses(plan)
-        counts = self._empty((s.local_experts,), torch.int32)
-        exact = call.layout is Layout.COMPACT and call.host_counts
-        rows = earlier.received.num_rows if exact and earlier is not None else None
-        waits = exact and rows is None
-        values = self._values(call, (None, None, None, None, counts), 0, waits, (plan.data_ptr(), 0, 0, 0, 0, 0), 0)
-        self._launch("count", call, self._args_of(call), values, send=True, receive=True)
-        return _Counted(plan, counts, self._await_rows(call) if waits else rows)
+            self.uses(kept)
+        places = [0] * len(PLACES)
+        places[PLAN], places[COUNTS] = kept.data_ptr(), counts.data_ptr()
+        waits = plan.exact and rows is None
+        self._pack(call, plan, 0, places, 0, waits=waits)
+        self._launch("count", call, plan, send=True, receive=True)
+        return _Counted(kept, counts, self._await_rows(call) if waits else rows)
 
-    def _prepare(self, call: Call, counted: _Counted | None) -> _State:
-        s = self.shape
-        capacity, masked = s.ranks * call.max_tokens, call.layout is Layout.MASKED
-        if counted is not None and counted.rows is not None:
-            capacity = counted.rows
-        words = layout.scale_bytes(call.payload, s.hidden) // 4
-        scale_dtype = torch.float32 if call.payload is Payload.FP8 else torch.int32
-        ids = weights = scales = None
-        stride = 0
-        if masked:
-            rows = self._empty((s.local_experts, capacity, s.hidden), _DTYPES[call.payload])
-            if words:
-                stride = layout.align_up(capacity, 4)
-                columns = self._empty((s.local_experts, words, stride), scale_dtype)
-                scales = columns[:, :, :capacity].transpose(1, 2)
-        else:
-            rows = self._empty((capacity, s.hidden), _DTYPES[call.payload])
-            scales = self._empty((capacity, words), scale_dtype) if words else None
-            ids = self._empty((capacity, s.top_k), torch.int32)
-            weights = self._empty((capacity, s.top_k), torch.float32)
-        counts = self._empty((s.local_experts,), torch.int32) if counted is None else counted.counts
-        # plan | target | position | pick_weight | relay, 32 bits each
-        plan_words = s.ranks * (layout.CHANNELS + 2) if counted is None else 0
-        relayed = {Mode.HYBRID: 3, Mode.NORMAL: 1}.get(call.mode, 0) * s.nodes * call.max_tokens if s.nodes > 1 else 0
-        if self._launches.per_expert(call):
-            sizes = (plan_words + s.local_experts * (s.ranks + 1), s.local_experts * capacity, 0, 0)
-        else:
-            sizes = (plan_words, capacity, capacity * s.top_k if masked else 0, relayed)
-        records = self._empty((sizes[0] + sizes[1] + 2 * sizes[2] + sizes[3],), torch.int32)
-        target = records.data_ptr() + 4 * sizes[0]
-        position = target + 4 * sizes[1]
-        weight, relay = position + 4 * sizes[2], position + 8 * sizes[2]
-        plan = records.data_ptr() if counted is None else counted.plan.data_ptr()
-        waits = call.host_counts and not masked and counted is None
-        kept = None
-        if counted is not None and self._launches.ordered(call):
-            kept = self._empty((capacity, layout.record(call.payload, s.hidden, s.top_k).bytes), torch.uint8)
-        scratch = (plan, target, position, weight, relay, _address(kept))
-        values = self._values(call, (rows, scales, ids, weights, counts), stride, waits, scratch, capacity)
-        received = Received(rows, scales, ids, weights, counts, counted.rows if counted is not None else None)
-        return _State(self._args_of(call), received, values, (records, rows, kept), counted)
-
-    def _values(
-        self,
-        call: Call,
-        outputs: tuple[torch.Tensor | None, ...],
-        stride: int,
-        waits: bool,
-        scratch: tuple[int, ...],
-        capacity: int,
-    ) -> tuple[int, ...]:
-        """Those of launch.CALL before the launch's own. ``waits``: the host for the number of rows."""
-        masked, host_rows = call.layout is Layout.MASKED, 17 + call.lane
+    def _pack(self, call: Call, plan: _Plan, rows: int, places: list[int], capacity: int, *, waits: bool) -> None:
+        """Values of launch.CALL up to combine's. ``waits``: the host for the number of rows."""
+        host_rows = 0
         if waits:
-            self._seen[host_rows] = 0
-        channels = self._launches.channels(call)
-        rows, scales, ids, weights, counts = map(_address, outputs)
-        return (
-            *(
-                int(masked),
-                int(casts(call)),
-                int(call.ids.dtype == torch.int64),
-                int(self._launches.ordered(call)),
-                call.tokens,
-            ),
-            *(call.x.data_ptr(), _address(call.scales), call.ids.data_ptr(), call.weights.data_ptr()),
-            *(rows, scales, ids, weights, counts, stride),
-            *(int(not masked and not call.host_counts), self._host.data_ptr() + 8 * host_rows if waits else 0),
-            *(*scratch, capacity, channels, layout.ceil_div(call.tokens, channels)),
-            *(0, 0, 0),
-        )
+            self._seen[17 + call.lane] = 0
+            host_rows = self._host.data_ptr() + 8 * (17 + call.lane)
+        scales = 0 if call.scales is None else call.scales.data_ptr()
+        given = call.tokens, call.x.data_ptr(), scales, call.ids.data_ptr(), call.weights.data_ptr()
+        taken = rows, *places[:PLAN], plan.outputs.stride(capacity), plan.fill, host_rows, *places[PLAN:]
+        shares = plan.channels, layout.ceil_div(call.tokens, plan.channels)
+        plan.args.dispatch((*plan.kind, *given, *taken, capacity, *shares))
 
-    def _args_of(self, call: Call) -> Args:
-        return self._args[call.lane, call.mode, call.layout, call.payload, rings.repeats(call)]
-
-    def _answer(self, call: Call, y: torch.Tensor, out: torch.Tensor | None) -> tuple[int, ...]:
-        state: _State = call.state
+    def _combine(self, call: Call, state: _State, out: torch.Tensor | None, *, send: bool, receive: bool) -> None:
+        assert state.y is not None
         # Between the phases of a split call the caller may use y's memory for something else.
         stays = call.layout is Layout.COMPACT and not call.split
-        return (*state.dispatch[:-3], int(stays), y.data_ptr(), _address(out))
+        state.plan.args.combine(stays, state.y.data_ptr(), 0 if out is None else out.data_ptr())
+        self._launch("combine", call, state.plan, send=send, receive=receive)
 
-    def _launch(self, op: str, call: Call, args: Args, values: tuple[int, ...], *, send: bool, receive: bool) -> None:
-        stream, side = self._gpu.stream(), self._sides[call.lane]
-        for one in self._launches.of(op, call, send=send, receive=receive):
-            args.pack(values, one)
+    def _launch(self, op: str, call: Call, plan: _Plan, *, send: bool, receive: bool) -> None:
+        args, stream, side = plan.args, self._gpu.stream(), self._sides[call.lane]
+        for one in plan.launches(op, call, send, receive):
+            args.launch(one)
             if one.forks:
                 side.fork()
             if one.joins:
@@ -333,9 +318,6 @@ class NvshmemFabric:
             if time.monotonic() > deadline:
                 raise EpError(f"rank {self.rank}: the dispatch kernel did not run in {self.config.timeout_s + 5:g} s")
         return int(self._seen[at]) - 1
-
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
 
     # Agreement, failure and the end.
 
@@ -429,16 +411,6 @@ class NvshmemFabric:
         if self._heap.base:
             self._gpu.finish()
         self._heap.close(min(self.config.timeout_s, 5.0))
-
-
-def _address(t: torch.Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
-
-
-def _cut(r: Received, n: int) -> Received:
-    assert r.topk_ids is not None and r.topk_weights is not None
-    scales = r.scales[:n] if r.scales is not None else None
-    return Received(r.rows[:n], scales, r.topk_ids[:n], r.topk_weights[:n], r.counts, n)
 
 
 def _describe(signature: int) -> str:

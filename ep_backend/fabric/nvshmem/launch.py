@@ -51,9 +51,10 @@ CALL = (
     *("senders", "receive_from", "receivers", "send_stage", "receive_stage", "receive_at"),
     *("send_parts", "receive_parts", "receive_groups", "staged", "advance"),
 )
-_call = struct.Struct(f"{len(CALL)}q")
-_call_at = 8 * (MAX_RANKS + len(LANE))
-ARGS_BYTES = _call_at + _call.size
+_CALL_AT, _ANSWER_AT, _LAUNCH_AT = (8 * (MAX_RANKS + len(LANE) + CALL.index(name)) for name in ("masked", "stays", "senders"))
+ARGS_BYTES = 8 * (MAX_RANKS + len(LANE) + len(CALL))
+_call, _answer = struct.Struct(f"{(_LAUNCH_AT - _CALL_AT) // 8}q"), struct.Struct("3q")
+_launch = struct.Struct(f"{(ARGS_BYTES - _LAUNCH_AT) // 8}q")
 
 
 def casts(call: Call) -> bool:
@@ -62,7 +63,8 @@ def casts(call: Call) -> bool:
 
 
 class Args:
-    """The struct for one lane, mode and payload: packed once but for what a call changes."""
+    """The struct for one lane, mode and payload: packed once but for what a call changes. Launches copy it, and from a
+    dispatch to its combine no other call of the lane packs."""
 
     def __init__(self, heap: list[int], **lane: int) -> None:
         self.buffer = ctypes.create_string_buffer(ARGS_BYTES)
@@ -70,9 +72,15 @@ class Args:
         struct.pack_into(f"{MAX_RANKS + len(LANE)}q", self.buffer, 0, *heap, *(lane[name] for name in LANE))
         self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
 
-    def pack(self, call: tuple[int, ...], launch: Launch) -> None:
-        """Values of CALL up to the launch's, who does what, and whether the round ends."""
-        _call.pack_into(self.buffer, _call_at, *call, *launch.roles, launch.ends)
+    def dispatch(self, call: tuple[int, ...]) -> None:
+        """Values of CALL up to combine's own, which are none yet."""
+        _call.pack_into(self.buffer, _CALL_AT, *call, 0, 0, 0)
+
+    def combine(self, stays: bool, y: int, out: int) -> None:
+        _answer.pack_into(self.buffer, _ANSWER_AT, stays, y, out)
+
+    def launch(self, one: Launch) -> None:
+        _launch.pack_into(self.buffer, _LAUNCH_AT, *one.values)
 
 
 class Roles(NamedTuple):
@@ -130,9 +138,11 @@ class Launch:
     side: bool = False  # beside the current stream
     joins: bool = False  # behind what runs beside it
     closes: bool = False  # whoever follows it is behind what runs beside it
+    values: tuple[int, ...] = field(init=False)  # of CALL: who does what, and whether the round ends
     config: _Config = field(init=False)
 
     def __post_init__(self) -> None:
+        self.values = *self.roles, self.ends
         one = ctypes.c_uint * 3
         early = ctypes.pointer(_EARLY) if self.early else None
         block, shared = one(32 * self.warps, 1, 1), self.roles.shared_bytes
