@@ -170,8 +170,8 @@ struct Relaying {
     return not ended() and rail.open() and (with & closed) == 0;
   }
   __device__ __forceinline__ Blocked blocked() const {
-    if (not rail.open()) return ep::blocked(rail.seen(a), rail.peer, epoch);
     const int at = __ffs(with & closed) - 1;
+    if (at < 0) return ep::blocked(rail.seen(a), rail.peer, epoch);
     return ep::blocked(gpu_end<kOp>(a, at, channel).seen(a), gpu_here(a, at), epoch);
   }
   // What was noted of node j's record, in the lane behind those that others of its warps have taken since this one's last.
