@@ -368,7 +368,7 @@ __device__ __forceinline__ void note_gpus(const Args& a, const Shared& sh, Passe
       at.done = first + lane;
       const int* ids = reinterpret_cast<const int*>(record_slot(a, at, channel, sh.f.bytes) + sh.f.ids);
       u32 ranks = 0;
-#pragma unroll 2
+#pragma unroll 8
       for (int k = 0; k < a.top_k; ++k)
         if (is_expert(a, ids[k])) ranks |= 1u << owner(a, ids[k]);
       went(a, other_node(a, j), channel)[first + lane] = (ranks & node_ranks(a, own_node(a))) >> own_node(a) * int(a.gpus);

@@ -14,9 +14,10 @@ MOST_SHARE = (1 << 16) - 1  # slots that a channel uses of a ring, in 16 bits of
 _COUNTING = 8
 MOST_WARPS = 28  # of a block that moves rows: ring.cuh's kRingThreads
 _CASTING, _COPYING, _RECEIVING = 14, 6, 12
-_FORWARDING, _BESIDE_RELAYS = 6, 8  # the latter receive
-_RETURNING, _GATHERING, _MERGING = 9, 11, 6
-_SUMMING = 6  # at least
+_RETURNING, _GATHERING = 9, 11
+# Likewise where there are several nodes, and relays.
+_FORWARDING, _RECEIVING_TOO = 4, 8
+_MERGING, _RETURNING_TOO = 4, 6
 _SENT_BYTES, _SUM_BYTES = 16384, 7168  # of a warp's stage in combine: rows that leave, and rows that are summed
 
 
@@ -37,7 +38,7 @@ def count(s: Shape, blocks: int) -> Launch:
 def dispatch(s: Shape, call: Call, blocks: int, ordered: bool) -> tuple[Launch, ...]:
     record = layout.align_up(layout.record(call.payload, s.hidden, s.top_k).bytes, 128)
     most = MOST_WARPS - 2 - (s.nodes > 1)  # that tell other ends how far the others are
-    forwarding, receiving = (_FORWARDING, _BESIDE_RELAYS) if s.nodes > 1 else (0, _RECEIVING)
+    forwarding, receiving = (_FORWARDING, _RECEIVING_TOO) if s.nodes > 1 else (0, _RECEIVING)
     if casts(call):  # these read rows themselves, and need room for scales alone
         sent = layout.align_up(layout.scale_bytes(call.payload, s.hidden), 128)
         senders = min(_CASTING, most - forwarding - receiving)
@@ -59,9 +60,11 @@ def combine(s: Shape, call: Call, blocks: int) -> Launch:
     # A stage holds one run of every row that is summed.
     send_parts, sent = _runs(row, _SENT_BYTES, s.top_k if masked else 1)
     receive_parts, summed = _runs(row, _SUM_BYTES, min(s.gpus_per_node + s.nodes - 1, s.top_k))
-    returning = _GATHERING if masked else min(2 * s.ranks - 1, _RETURNING)
-    merging = _MERGING if s.nodes > 1 else 0
-    senders, relays = _share_out((STAGE_BYTES - _SUMMING * summed) // sent, returning, merging)
+    if s.nodes > 1:
+        senders, relays = _RETURNING_TOO if masked else min(2 * s.ranks, _RETURNING_TOO), _MERGING
+    else:
+        senders, relays = _GATHERING if masked else min(2 * s.ranks - 1, _RETURNING), 0
+    senders = min(senders, (STAGE_BYTES - summed) // sent - relays)
     at = (senders + relays) * sent
     receivers = min(MOST_WARPS - 2 - (s.nodes > 1) - senders - relays, (STAGE_BYTES - at) // summed)
     roles = _roles(senders, relays, receivers, sent, summed, at)
