@@ -123,6 +123,7 @@ __device__ __forceinline__ End gpu_end(const Args& a, int lane, int channel) {
   const int node = other_node(a, lane / int(a.gpus)), source = rail_peer(a, node), gpu = gpu_here(a, lane);
   const int at = node * int(a.gpus) + lane % int(a.gpus);
   if (kOp == Op::kDispatch) return writes(a, gpu, source, {a.ring_tail, source}, {a.ring_head, at}, channel);
+  if (a.stays and gpu == a.rank) return kNoWaiting;
   return reads(a, gpu, at, {a.back_tail, at}, {a.back_head, source}, channel);
 }
 // `gpus`: where one record a lane of the j-th other node goes; each GPU's end is as many further.
@@ -272,13 +273,13 @@ struct Receiving {
   }
 };
 
-// This rank's answers to every source, lane j for the j-th rank behind this one, to the source's relay in this node. Its own
-// answers come last, and do not travel where sums may read them from y.
+// This rank's answers to every source, lane j for the j-th of them, to the source's relay in this node. Those that this rank
+// relays itself come last, its own behind them, and do not travel where sums may read them from y.
 __device__ __forceinline__ int answered(const Args& a, int lane) {
-  const int source = int(a.rank) + 1 + lane;
-  return source < a.ranks ? source : source - int(a.ranks);
+  const int gpus = int(a.gpus), count = nodes(a);
+  return (own_node(a) + 1 + lane % count) % count * gpus + (int(a.rank) + 1 + lane / count) % gpus;
 }
-__device__ __forceinline__ int answers(const Args& a) { return int(a.ranks - a.stays); }
+__device__ __forceinline__ int answers(const Args& a) { return int(a.ranks) - (a.stays ? nodes(a) : 0); }
 __device__ __forceinline__ End answers_to(const Args& a, int source, int channel) {
   const int relay = relay_here(a, source), at = node_of(a, source) * int(a.gpus) + int(a.rank) % int(a.gpus);
   return writes(a, relay, at, {a.back_tail, at}, {a.back_head, source}, channel);
@@ -320,8 +321,13 @@ struct Returning {
 
 // Answers of this node's GPUs become one sum, of as long runs as the stage holds one of each.
 struct Merging : Relaying<Op::kCombine> {
-  using Relaying::Relaying;
+  int first = -1;   // where this lane reads y: the row of the node's first record
 
+  __device__ __forceinline__ Merging(const Args& a, const Shared& sh, Stage& stage, Passed& passed, int channel, int before, int warp,
+                                     int lane)
+      : Relaying(a, sh, stage, passed, channel, before, warp, lane) {
+    if (end.open()) first = rows_of(a, rail_peer(a, other_node(a, lane / int(a.gpus))), channel).first;   // it waits for nobody
+  }
   __device__ __forceinline__ void settle() {}
   __device__ __forceinline__ void look() {
     rail.look(a, epoch);
@@ -330,12 +336,12 @@ struct Merging : Relaying<Op::kCombine> {
   __device__ __forceinline__ void step(int j) {
     if (not __shfl_sync(kFullWarp, learned, j)) return learn(j, ask(j));
     const u32 set = __shfl_sync(kFullWarp, with, j);
-    const u64 to = __shfl_sync(kFullWarp, sum_slot(a, rail, channel), j), row = sum_slot(a, end, channel);
+    const u64 to = __shfl_sync(kFullWarp, sum_slot(a, rail, channel), j);
+    const u64 row = first < 0 ? sum_slot(a, end, channel) : a.y + i64(first + end.done) * 2 * a.hidden;
     const int bytes = int(2 * a.hidden), run = int(a.send_stage) / max(1, __popc(set)) / 16 * 16;
     const bool more = advance(j);
     const u32 ahead = more ? ask(j) : 0;   // comes meanwhile
-    for (int first = 0; first < bytes; first += run)
-      sum_rows(stage, to, {first, min(first + run, bytes)}, set, row, 1.f, lane);
+    for (int at = 0; at < bytes; at += run) sum_rows(stage, to, {at, min(at + run, bytes)}, set, row, 1.f, lane);
     if (more) learn(j, ahead);
     __syncwarp();   // all lanes' stores are behind it, so the release covers them
     if (lane == j) passed.taken.finish(turn, lane, last());

@@ -17,7 +17,7 @@ _CASTING, _COPYING, _RECEIVING = 14, 6, 12
 _RETURNING, _GATHERING = 9, 11
 # Likewise where there are several nodes, and relays.
 _FORWARDING, _RECEIVING_TOO = 4, 8
-_MERGING, _RETURNING_TOO = 4, 6
+_RETURNING_TOO, _MERGING, _BOTH = 6, 6, 10
 _SENT_BYTES, _SUM_BYTES = 16384, 7168  # of a warp's stage in combine: rows that leave, and rows that are summed
 
 
@@ -61,7 +61,10 @@ def combine(s: Shape, call: Call, blocks: int) -> Launch:
     send_parts, sent = _runs(row, _SENT_BYTES, s.top_k if masked else 1)
     receive_parts, summed = _runs(row, _SUM_BYTES, min(s.gpus_per_node + s.nodes - 1, s.top_k))
     if s.nodes > 1:
-        senders, relays = _RETURNING_TOO if masked else min(2 * s.ranks, _RETURNING_TOO), _MERGING
+        # Streams of answers: of compact rows, a relay reads its own from y.
+        streams = s.ranks - (0 if masked or call.split else s.nodes)
+        senders = max(1, min(2 * streams, _RETURNING_TOO))
+        relays = min(_BOTH - senders, _MERGING)
     else:
         senders, relays = _GATHERING if masked else min(2 * s.ranks - 1, _RETURNING), 0
     senders = min(senders, (STAGE_BYTES - summed) // sent - relays)

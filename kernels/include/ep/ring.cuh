@@ -51,6 +51,7 @@ __device__ __forceinline__ u32 ring_word(const Args& a, i64 array, int ring, int
   return u32((array - a.rail_count) / 8) + u32(ring * kRingChannels + channel);
 }
 constexpr End kNoRing{-1, 0, 0, 0, 0, 0, 0, 0};
+constexpr End kNoWaiting{-1, 0, 0, 0, 0, 0, 0, 1 << 30};   // nor one, but all is there
 
 struct Word {   // an array, and the index of a ring in it
   i64 array;
