@@ -229,14 +229,27 @@ struct Forwarding : Relaying<Op::kDispatch> {
   }
 };
 
-// Records of every source, lane s for source s, become rows.
+// Records that this rank receives, lane s for source s.
 __device__ __forceinline__ End records_of(const Args& a, int source, int channel) {
   const int head = node_of(a, source) * int(a.gpus) + int(a.rank) % int(a.gpus);
   return reads(a, relay_here(a, source), source, {a.ring_tail, source}, {a.ring_head, head}, channel);
 }
-struct Receiving {
+// And its answers, lane j for the j-th source, to the source's relay in this node. Those that this rank relays itself come last,
+// its own behind them, and do not travel where sums may read them from y.
+__device__ __forceinline__ int answered(const Args& a, int lane) {
+  const int gpus = int(a.gpus), count = nodes(a);
+  return (own_node(a) + 1 + lane % count) % count * gpus + (int(a.rank) + 1 + lane / count) % gpus;
+}
+__device__ __forceinline__ int answers(const Args& a) { return int(a.ranks) - (a.stays ? nodes(a) : 0); }
+__device__ __forceinline__ End answers_to(const Args& a, int source, int channel) {
+  const int relay = relay_here(a, source), at = node_of(a, source) * int(a.gpus) + int(a.rank) % int(a.gpus);
+  return writes(a, relay, at, {a.back_tail, at}, {a.back_head, source}, channel);
+}
+
+// One of the warps that take either in turns. `before`: those of the block's earlier channels.
+template <Op kOp>
+struct Taking {
   const Args& a;
-  const Offsets& f;
   Stage& stage;
   Taken& taken;
   const u64& epoch;
@@ -245,18 +258,28 @@ struct Receiving {
   End ring = kNoRing;
   Rows rows{};
 
-  __device__ __forceinline__ Receiving(const Args& a, const Shared& sh, Stage& stage, Taken& taken, Turn turn, int channel, int before,
-                                       int lane)
-      : a(a), f(sh.f), stage(stage), taken(taken), epoch(sh.epoch), turn(turn), channel(channel), lane(lane), before(before) {
+  __device__ __forceinline__ Taking(const Args& a, const Shared& sh, Stage& stage, Taken& taken, Turn turn, int channel, int before,
+                                    int lane)
+      : a(a), stage(stage), taken(taken), epoch(sh.epoch), turn(turn), channel(channel), lane(lane), before(before) {
     if (not turn.mine) return;
-    rows = rows_of(a, lane, channel);
-    ring = records_of(a, lane, channel);
+    rows = rows_of(a, source(), channel);
+    ring = kOp == Op::kDispatch ? records_of(a, source(), channel) : answers_to(a, source(), channel);
     ring.done = first_turn(turn.member, turn.shares, before);
   }
+  __device__ __forceinline__ int source() const { return kOp == Op::kDispatch ? lane : answered(a, lane); }
   __device__ __forceinline__ bool ended() const { return ring.done >= rows.all; }
   __device__ __forceinline__ bool able() const { return not ended() and ring.open(); }
   __device__ __forceinline__ void look() { ring.look(a, epoch); }
-  __device__ __forceinline__ Blocked blocked() const { return ep::blocked(ring.seen(a), relay_here(a, lane), epoch); }
+  __device__ __forceinline__ Blocked blocked() const { return ep::blocked(ring.seen(a), ring.peer, epoch); }
+};
+
+// Records become rows.
+struct Receiving : Taking<Op::kDispatch> {
+  const Offsets& f;
+
+  __device__ __forceinline__ Receiving(const Args& a, const Shared& sh, Stage& stage, Taken& taken, Turn turn, int channel,
+                                       int before, int lane)
+      : Taking(a, sh, stage, taken, turn, channel, before, lane), f(sh.f) {}
   __device__ __forceinline__ void step(int source) {
     stage.load(__shfl_sync(kFullWarp, record_slot(a, ring, channel, f.bytes), source), f.bytes, lane);
     stage.await();   // the bulk load has read the slot, which may be written again
@@ -273,41 +296,10 @@ struct Receiving {
   }
 };
 
-// This rank's answers to every source, lane j for the j-th of them, to the source's relay in this node. Those that this rank
-// relays itself come last, its own behind them, and do not travel where sums may read them from y.
-__device__ __forceinline__ int answered(const Args& a, int lane) {
-  const int gpus = int(a.gpus), count = nodes(a);
-  return (own_node(a) + 1 + lane % count) % count * gpus + (int(a.rank) + 1 + lane / count) % gpus;
-}
-__device__ __forceinline__ int answers(const Args& a) { return int(a.ranks) - (a.stays ? nodes(a) : 0); }
-__device__ __forceinline__ End answers_to(const Args& a, int source, int channel) {
-  const int relay = relay_here(a, source), at = node_of(a, source) * int(a.gpus) + int(a.rank) % int(a.gpus);
-  return writes(a, relay, at, {a.back_tail, at}, {a.back_head, source}, channel);
-}
-struct Returning {
-  const Args& a;
-  Stage& stage;
-  Taken& taken;
-  const u64& epoch;
-  const Turn turn;
-  const int channel, lane, before;
-  End ring = kNoRing;
-  Rows rows{};
+// What the experts made of them goes back.
+struct Returning : Taking<Op::kCombine> {
+  using Taking::Taking;
 
-  __device__ __forceinline__ Returning(const Args& a, const Shared& sh, Stage& stage, Taken& taken, Turn turn, int channel, int before,
-                                       int lane)
-      : a(a), stage(stage), taken(taken), epoch(sh.epoch), turn(turn), channel(channel), lane(lane), before(before) {
-    if (not turn.mine) return;
-    rows = rows_of(a, answered(a, lane), channel);
-    ring = answers_to(a, answered(a, lane), channel);
-    ring.done = first_turn(turn.member, turn.shares, before);
-  }
-  __device__ __forceinline__ bool ended() const { return ring.done >= rows.all; }
-  __device__ __forceinline__ bool able() const { return not ended() and ring.open(); }
-  __device__ __forceinline__ void look() { ring.look(a, epoch); }
-  __device__ __forceinline__ Blocked blocked() const {
-    return ep::blocked(ring.seen(a), relay_here(a, answered(a, lane)), epoch);
-  }
   __device__ __forceinline__ void step(int j) {
     const u64 slot = __shfl_sync(kFullWarp, sum_slot(a, ring, channel), j);
     const int record = __shfl_sync(kFullWarp, rows.first + ring.done, j);
@@ -323,8 +315,8 @@ struct Returning {
 struct Merging : Relaying<Op::kCombine> {
   int first = -1;   // where this lane reads y: the row of the node's first record
 
-  __device__ __forceinline__ Merging(const Args& a, const Shared& sh, Stage& stage, Passed& passed, int channel, int before, int warp,
-                                     int lane)
+  __device__ __forceinline__ Merging(const Args& a, const Shared& sh, Stage& stage, Passed& passed, int channel, int before,
+                                     int warp, int lane)
       : Relaying(a, sh, stage, passed, channel, before, warp, lane) {
     if (end.open()) first = rows_of(a, rail_peer(a, other_node(a, lane / int(a.gpus))), channel).first;   // it waits for nobody
   }
