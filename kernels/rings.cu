@@ -5,7 +5,8 @@
 // other. A source is the relay of its own node. Warps that move rows tell two others of the block how far they have come, which
 // tell the other ends: fences wait for all that a warp has stored, so none is between two rows.
 // Streams of different sources share nothing, and every warp that reads or passes on takes whichever of its streams can go on,
-// so that no source blocks another and no ring of waits can close.
+// so that no source blocks another. Where warps take turns at a stream, the one with the earliest record that is not done waits
+// for nothing that is behind it: all before are done, and told to whoever must make room. So no ring of waits can close.
 #include "ep/ring.cuh"
 
 namespace ep {
@@ -14,6 +15,7 @@ namespace ep {
 __device__ __forceinline__ int* rail_plan(const Args& a, int node, int channel) {
   return reinterpret_cast<int*>(a.plan) + plan_words(a.ranks) + node * kRingChannels + channel;
 }
+// And which GPUs of this node each of them goes to, one bit each.
 __device__ __forceinline__ u32* went(const Args& a, int node, int channel) {
   int chunk = reinterpret_cast<const int*>(a.plan)[plan_chunk(a.ranks, rail_peer(a, node))];
   return reinterpret_cast<u32*>(a.relay) + node * a.max_tokens + i64(chunk) * channel;
@@ -102,102 +104,182 @@ __device__ __forceinline__ bool send_tokens(const Args& a, Shared& sh, Stage& st
   return true;
 }
 
-// Records of this rank's rail peers, passed on to the GPUs of this node. Lane n reads node n's; lane n * G + g writes them
-// for GPU g.
-struct Forwarding {
-  const Args& a;
-  const Offsets& f;
-  Stage& stage;
-  const u64& epoch;
-  const int channel, lane;
-  End in = kNoRing, out = kNoRing;
-  int all = 0;
-  u32 to = 0;     // lanes that write the next record, once they are known
-  u32 full = 0;   // lanes without room
+// A relay: records of a rail peer in another node go on to the GPUs of this node, and their sums come back. Lane j has the rail
+// of the j-th other node, lane j * G + g what GPU g gets of that node's records, or answers to them.
+__device__ __forceinline__ int other_node(const Args& a, int j) { return j + (j >= own_node(a)); }
+__device__ __forceinline__ int gpu_here(const Args& a, int lane) { return own_node(a) * int(a.gpus) + lane % int(a.gpus); }
+__device__ __forceinline__ int relays(const Args& a) { return max(0, int(a.receive_from - a.senders) - 2); }
+__device__ __forceinline__ Turn relay_turn(const Args& a, int warp, int j) {
+  return turns(relays(a), nodes(a) - 1, warp - int(a.receive_from) + relays(a), j);
+}
+template <Op kOp>
+__device__ __forceinline__ End rail_end(const Args& a, int j, int channel) {
+  const int own = own_node(a), node = other_node(a, j), peer = rail_peer(a, node);
+  if (kOp == Op::kDispatch) return reads(a, peer, int(a.ranks) + node, {a.rail_ring_tail, node}, {a.rail_ring_head, own}, channel);
+  return writes(a, peer, int(a.ranks) + own, {a.rail_back_tail, own}, {a.rail_back_head, node}, channel);
+}
+template <Op kOp>
+__device__ __forceinline__ End gpu_end(const Args& a, int lane, int channel) {
+  const int node = other_node(a, lane / int(a.gpus)), source = rail_peer(a, node), gpu = gpu_here(a, lane);
+  const int at = node * int(a.gpus) + lane % int(a.gpus);
+  if (kOp == Op::kDispatch) return writes(a, gpu, source, {a.ring_tail, source}, {a.ring_head, at}, channel);
+  if (a.stays and gpu == a.rank) return kNoWaiting;
+  return reads(a, gpu, at, {a.back_tail, at}, {a.back_head, source}, channel);
+}
+// `gpus`: where one record a lane of the j-th other node goes; each GPU's end is as many further.
+__device__ __forceinline__ void count_gpus(const Args& a, End& end, u32 gpus, int j, int lane) {
+  for (int g = 0; g < a.gpus; ++g) {
+    const u32 records = __ballot_sync(kFullWarp, gpus >> g & 1);
+    if (lane == j * int(a.gpus) + g) end.done += __popc(records);
+  }
+}
 
-  __device__ __forceinline__ Forwarding(const Args& a, const Shared& sh, Stage& stage, int channel, int member, int lane)
-      : a(a), f(sh.f), stage(stage), epoch(sh.epoch), channel(channel), lane(lane) {
-    const int own = own_node(a), node = node_of(a, lane), workers = int(a.receive_from - a.senders) - 1;
-    if (lane < nodes(a) and lane != own and lane % workers == member) {
-      all = *rail_plan(a, lane, channel);
-      in = reads(a, rail_peer(a, lane), int(a.ranks) + lane, {a.rail_ring_tail, lane}, {a.rail_ring_head, own}, channel);
-    }
-    if (node < nodes(a) and node != own and node % workers == member) {
-      const int source = rail_peer(a, node);
-      out = writes(a, gpu(lane), source, {a.ring_tail, source}, {a.ring_head, lane}, channel);
-    }
-  }
-  __device__ __forceinline__ int gpu(int at) const { return own_node(a) * int(a.gpus) + at % int(a.gpus); }
-  __device__ __forceinline__ bool ended() const { return in.done == all; }
-  __device__ __forceinline__ bool able() {
-    full = __ballot_sync(kFullWarp, not out.open());
-    return not ended() and in.open() and (to & full) == 0;
-  }
-  __device__ __forceinline__ int unsaid() const { return max(in.unsaid(), out.unsaid()); }
-  __device__ __forceinline__ void look() {
-    in.look(a, epoch);
-    out.look(a, epoch);
-  }
-  __device__ __forceinline__ void say() {
-    in.say(a, epoch);
-    out.say(a, epoch);
-  }
-  __device__ __forceinline__ Blocked blocked() const {
-    if (not in.open()) return ep::blocked(in.seen(a), rail_peer(a, lane), epoch);
-    const int at = __ffs(to & full) - 1;
-    return ep::blocked(own_word(a, a.ring_head, at * kRingChannels + channel), gpu(at), epoch);
-  }
-  __device__ __forceinline__ void step(int node) {
-    u32 set = __shfl_sync(kFullWarp, to, node);
-    const u64 from = __shfl_sync(kFullWarp, record_slot(a, in, channel, f.bytes), node);
-    if (set == 0) {   // where does it go
-      int id = lane < a.top_k ? reinterpret_cast<const volatile int*>(from + f.ids)[lane] : -1;
-      u32 ranks = __reduce_or_sync(kFullWarp, id >= 0 ? 1u << owner(a, id) : 0) & node_ranks(a, own_node(a));
-      u32 gpus = ranks >> own_node(a) * int(a.gpus);
-      if (lane != node) return;
-      to = gpus << node * int(a.gpus);
-      went(a, node, channel)[in.done] = gpus;
-      if (gpus == 0) ++in.done;   // none: not a record, and the buffer has failed somewhere
-      return;
-    }
-    stage.load(from, f.bytes, lane);
-    stage.await();
-    if (set >> lane & 1) bulk_store(record_slot(a, out, channel, f.bytes), stage.at, f.bytes), ++out.done;
-    bulk_commit();
-    bulk_await_stored();
-    if (lane == node) to = 0, ++in.done;
-  }
-  __device__ __forceinline__ void count() const { add_written(a, Op::kDispatch, gpu(lane), out.done, f.bytes, true); }
+struct Passed {
+  Taken taken;     // by other node
+  u32 known[32];   // dispatch, likewise: how many have come whose GPUs are written down, of all channels of the block
 };
 
-// Records of every source, lane s for source s, become rows.
+// One of the warps that take a relay's records in turns. `before`: those of the block's earlier channels.
+template <Op kOp>
+struct Relaying {
+  const Args& a;
+  Stage& stage;
+  Passed& passed;
+  const u64& epoch;
+  const Turn turn;
+  const int channel, lane, before;
+  End rail = kNoRing, end = kNoRing;   // the GPU's is at the record that the rail is at, once `learned`
+  int all = 0;
+  bool learned = false;
+  u32 with = 0;     // lanes of the GPUs that have to do with it
+  u32 closed = 0;   // lanes whose GPU's end cannot go on
+
+  __device__ __forceinline__ Relaying(const Args& a, const Shared& sh, Stage& stage, Passed& passed, int channel, int before,
+                                      int warp, int lane)
+      : a(a), stage(stage), passed(passed), epoch(sh.epoch), turn(relay_turn(a, warp, lane)), channel(channel), lane(lane),
+        before(before) {
+    if (turn.mine) {
+      all = *rail_plan(a, other_node(a, lane), channel);
+      rail = rail_end<kOp>(a, lane, channel);
+      rail.done = first_turn(turn.member, turn.shares, before);
+    }
+    if (relay_turn(a, warp, lane / int(a.gpus)).mine) end = gpu_end<kOp>(a, lane, channel);
+  }
+  __device__ __forceinline__ bool ended() const { return rail.done >= all; }
+  __device__ __forceinline__ bool able() {
+    closed = __ballot_sync(kFullWarp, not end.open());
+    return not ended() and rail.open() and (with & closed) == 0;
+  }
+  __device__ __forceinline__ Blocked blocked() const {
+    const int at = __ffs(with & closed) - 1;
+    if (at < 0) return ep::blocked(rail.seen(a), rail.peer, epoch);
+    return ep::blocked(gpu_end<kOp>(a, at, channel).seen(a), gpu_here(a, at), epoch);
+  }
+  // What was noted of node j's record, in the lane behind those that others of its warps have taken since this one's last.
+  __device__ __forceinline__ u32 ask(int j) const {
+    const int next = __shfl_sync(kFullWarp, rail.done, j), first = max(0, next - turn.shares);
+    return first + lane <= next ? went(a, other_node(a, j), channel)[first + lane] : 0;
+  }
+  __device__ __forceinline__ void learn(int j, u32 gpus) {
+    const int others = min(__shfl_sync(kFullWarp, rail.done, j), turn.shares);
+    const u32 own = __shfl_sync(kFullWarp, gpus, others);
+    count_gpus(a, end, lane < others ? gpus : 0, j, lane);
+    if (lane == j) with = own << j * int(a.gpus), learned = true;
+  }
+  // The next one of node j, and whether it can be asked for.
+  __device__ __forceinline__ bool advance(int j) {
+    if (lane == j) rail.done += turn.shares, with = 0, learned = false;
+    return __shfl_sync(kFullWarp, not ended() and rail.open(), j);
+  }
+  __device__ __forceinline__ int last() const { return before + rail.done - turn.shares; }   // of the block, after advance
+};
+
+// Records go on as they came.
+struct Forwarding : Relaying<Op::kDispatch> {
+  const Offsets& f;
+  bool owed = false;   // this lane's last record may still be on its way
+
+  __device__ __forceinline__ Forwarding(const Args& a, const Shared& sh, Stage& stage, Passed& passed, int channel, int before,
+                                        int warp, int lane)
+      : Relaying(a, sh, stage, passed, channel, before, warp, lane), f(sh.f) {}
+  __device__ __forceinline__ void settle() {
+    bulk_await_stored();
+    __syncwarp();   // each lane has awaited its own, and the release covers them
+    if (owed) passed.taken.finish(turn, lane, last());
+    owed = false;
+  }
+  __device__ __forceinline__ void look() {
+    settle();   // before it waits for others
+    if (turn.mine) rail.limit = int(load_acquire_cta(&passed.known[lane])) - before;
+    end.look(a, epoch);
+  }
+  __device__ __forceinline__ void step(int j) {
+    if (not __shfl_sync(kFullWarp, learned, j)) return learn(j, ask(j));
+    const u32 set = __shfl_sync(kFullWarp, with, j);
+    stage.load(__shfl_sync(kFullWarp, record_slot(a, rail, channel, f.bytes), j), f.bytes, lane);
+    settle();   // the last one was stored while this one comes
+    const u64 to = record_slot(a, end, channel, f.bytes);
+    const bool more = advance(j);
+    if (more) learn(j, ask(j));
+    stage.await();
+    if (set >> lane & 1) bulk_store(to, stage.at, f.bytes);
+    bulk_commit();
+    bulk_await_read();
+    owed = lane == j;
+  }
+};
+
+// Records that this rank receives, lane s for source s.
 __device__ __forceinline__ End records_of(const Args& a, int source, int channel) {
   const int head = node_of(a, source) * int(a.gpus) + int(a.rank) % int(a.gpus);
   return reads(a, relay_here(a, source), source, {a.ring_tail, source}, {a.ring_head, head}, channel);
 }
-struct Receiving {
+// And its answers, lane j for the j-th source, to the source's relay in this node. Those that this rank relays itself come last,
+// its own behind them, and do not travel where sums may read them from y.
+__device__ __forceinline__ int answered(const Args& a, int lane) {
+  const int gpus = int(a.gpus), count = nodes(a);
+  return (own_node(a) + 1 + lane % count) % count * gpus + (int(a.rank) + 1 + lane / count) % gpus;
+}
+__device__ __forceinline__ int answers(const Args& a) { return int(a.ranks) - (a.stays ? nodes(a) : 0); }
+__device__ __forceinline__ End answers_to(const Args& a, int source, int channel) {
+  const int relay = relay_here(a, source), at = node_of(a, source) * int(a.gpus) + int(a.rank) % int(a.gpus);
+  return writes(a, relay, at, {a.back_tail, at}, {a.back_head, source}, channel);
+}
+
+// One of the warps that take either in turns. `before`: those of the block's earlier channels.
+template <Op kOp>
+struct Taking {
   const Args& a;
-  Shared& sh;
   Stage& stage;
   Taken& taken;
+  const u64& epoch;
   const Turn turn;
   const int channel, lane, before;
   End ring = kNoRing;
   Rows rows{};
 
-  __device__ __forceinline__ Receiving(const Args& a, Shared& sh, Stage& stage, Taken& taken, Turn turn, int channel, int before, int lane)
-      : a(a), sh(sh), stage(stage), taken(taken), turn(turn), channel(channel), lane(lane), before(before) {
+  __device__ __forceinline__ Taking(const Args& a, const Shared& sh, Stage& stage, Taken& taken, Turn turn, int channel, int before,
+                                    int lane)
+      : a(a), stage(stage), taken(taken), epoch(sh.epoch), turn(turn), channel(channel), lane(lane), before(before) {
     if (not turn.mine) return;
-    rows = rows_of(a, lane, channel);
-    ring = records_of(a, lane, channel);
+    rows = rows_of(a, source(), channel);
+    ring = kOp == Op::kDispatch ? records_of(a, source(), channel) : answers_to(a, source(), channel);
     ring.done = first_turn(turn.member, turn.shares, before);
   }
+  __device__ __forceinline__ int source() const { return kOp == Op::kDispatch ? lane : answered(a, lane); }
   __device__ __forceinline__ bool ended() const { return ring.done >= rows.all; }
   __device__ __forceinline__ bool able() const { return not ended() and ring.open(); }
-  __device__ __forceinline__ int unsaid() const { return 0; }
-  __device__ __forceinline__ void look() { ring.look(a, sh.epoch); }
-  __device__ __forceinline__ void say() {}
-  __device__ __forceinline__ Blocked blocked() const { return ep::blocked(ring.seen(a), relay_here(a, lane), sh.epoch); }
+  __device__ __forceinline__ void look() { ring.look(a, epoch); }
+  __device__ __forceinline__ Blocked blocked() const { return ep::blocked(ring.seen(a), ring.peer, epoch); }
+};
+
+// Records become rows.
+struct Receiving : Taking<Op::kDispatch> {
+  Shared& sh;
+
+  __device__ __forceinline__ Receiving(const Args& a, Shared& sh, Stage& stage, Taken& taken, Turn turn, int channel,
+                                       int before, int lane)
+      : Taking(a, sh, stage, taken, turn, channel, before, lane), sh(sh) {}
   __device__ __forceinline__ void step(int source) {
     stage.load(__shfl_sync(kFullWarp, record_slot(a, ring, channel, sh.f.bytes), source), sh.f.bytes, lane);
     stage.await();   // the bulk load has read the slot, which may be written again
@@ -214,43 +296,10 @@ struct Receiving {
   }
 };
 
-// This rank's answers to every source, lane j for the j-th rank behind this one, to the source's relay in this node. Its own
-// answers come last, and do not travel where sums may read them from y.
-__device__ __forceinline__ int answered(const Args& a, int lane) {
-  const int source = int(a.rank) + 1 + lane;
-  return source < a.ranks ? source : source - int(a.ranks);
-}
-__device__ __forceinline__ int answers(const Args& a) { return int(a.ranks - a.stays); }
-__device__ __forceinline__ End answers_to(const Args& a, int source, int channel) {
-  const int relay = relay_here(a, source), at = node_of(a, source) * int(a.gpus) + int(a.rank) % int(a.gpus);
-  return writes(a, relay, at, {a.back_tail, at}, {a.back_head, source}, channel);
-}
-struct Returning {
-  const Args& a;
-  Stage& stage;
-  Taken& taken;
-  const u64& epoch;
-  const Turn turn;
-  const int channel, lane, before;
-  End ring = kNoRing;
-  Rows rows{};
+// What the experts made of them goes back.
+struct Returning : Taking<Op::kCombine> {
+  using Taking::Taking;
 
-  __device__ __forceinline__ Returning(const Args& a, const Shared& sh, Stage& stage, Taken& taken, Turn turn, int channel, int before,
-                                       int lane)
-      : a(a), stage(stage), taken(taken), epoch(sh.epoch), turn(turn), channel(channel), lane(lane), before(before) {
-    if (not turn.mine) return;
-    rows = rows_of(a, answered(a, lane), channel);
-    ring = answers_to(a, answered(a, lane), channel);
-    ring.done = first_turn(turn.member, turn.shares, before);
-  }
-  __device__ __forceinline__ bool ended() const { return ring.done >= rows.all; }
-  __device__ __forceinline__ bool able() const { return not ended() and ring.open(); }
-  __device__ __forceinline__ int unsaid() const { return 0; }
-  __device__ __forceinline__ void look() { ring.look(a, epoch); }
-  __device__ __forceinline__ void say() {}
-  __device__ __forceinline__ Blocked blocked() const {
-    return ep::blocked(ring.seen(a), relay_here(a, answered(a, lane)), epoch);
-  }
   __device__ __forceinline__ void step(int j) {
     const u64 slot = __shfl_sync(kFullWarp, sum_slot(a, ring, channel), j);
     const int record = __shfl_sync(kFullWarp, rows.first + ring.done, j);
@@ -262,71 +311,106 @@ struct Returning {
   }
 };
 
-// Sums of this node's GPUs for this rank's rail peers. Lane n writes node n's; lane n * G + g reads those of GPU g.
-struct Merging {
-  const Args& a;
-  Stage& stage;
-  const u64& epoch;
-  const int channel, lane;
-  End in = kNoRing, out = kNoRing;
-  int all = 0;
-  u32 from = 0;    // lanes that read for the next sum
-  u32 empty = 0;   // lanes with nothing to read
+// Answers of this node's GPUs become one sum, of as long runs as the stage holds one of each.
+struct Merging : Relaying<Op::kCombine> {
+  int first = -1;   // where this lane reads y: the row of the node's first record
 
-  __device__ __forceinline__ Merging(const Args& a, const Shared& sh, Stage& stage, int channel, int member, int lane)
-      : a(a), stage(stage), epoch(sh.epoch), channel(channel),
-        lane(lane) {
-    const int own = own_node(a), node = node_of(a, lane), workers = int(a.receive_from - a.senders) - 1;
-    if (lane < nodes(a) and lane != own and lane % workers == member) {
-      const int source = rail_peer(a, lane);
-      all = *rail_plan(a, lane, channel);
-      out = writes(a, source, int(a.ranks) + own, {a.rail_back_tail, own}, {a.rail_back_head, lane}, channel);
-      next();
-    }
-    if (node < nodes(a) and node != own and node % workers == member)
-      in = reads(a, gpu(lane), lane, {a.back_tail, lane}, {a.back_head, rail_peer(a, node)}, channel);
+  __device__ __forceinline__ Merging(const Args& a, const Shared& sh, Stage& stage, Passed& passed, int channel, int before,
+                                     int warp, int lane)
+      : Relaying(a, sh, stage, passed, channel, before, warp, lane) {
+    if (end.open()) first = rows_of(a, rail_peer(a, other_node(a, lane / int(a.gpus))), channel).first;   // it waits for nobody
   }
-  __device__ __forceinline__ int gpu(int at) const { return own_node(a) * int(a.gpus) + at % int(a.gpus); }
-  __device__ __forceinline__ void next() { from = ended() ? 0 : went(a, lane, channel)[out.done] << lane * int(a.gpus); }
-  __device__ __forceinline__ bool ended() const { return out.done == all; }
-  __device__ __forceinline__ bool able() {
-    empty = __ballot_sync(kFullWarp, not in.open());
-    return not ended() and out.open() and (from & empty) == 0;
-  }
-  __device__ __forceinline__ int unsaid() const { return max(in.unsaid(), out.unsaid()); }
+  __device__ __forceinline__ void settle() {}
   __device__ __forceinline__ void look() {
-    in.look(a, epoch);
-    out.look(a, epoch);
+    rail.look(a, epoch);
+    end.look(a, epoch);
   }
-  __device__ __forceinline__ void say() {
-    in.say(a, epoch);
-    out.say(a, epoch);
+  __device__ __forceinline__ void step(int j) {
+    if (not __shfl_sync(kFullWarp, learned, j)) return learn(j, ask(j));
+    const u32 set = __shfl_sync(kFullWarp, with, j);
+    const u64 to = __shfl_sync(kFullWarp, sum_slot(a, rail, channel), j);
+    const u64 row = first < 0 ? sum_slot(a, end, channel) : a.y + i64(first + end.done) * 2 * a.hidden;
+    const int bytes = int(2 * a.hidden), run = int(a.send_stage) / max(1, __popc(set)) / 16 * 16;
+    const bool more = advance(j);
+    const u32 ahead = more ? ask(j) : 0;   // comes meanwhile
+    for (int at = 0; at < bytes; at += run) sum_rows(stage, to, {at, min(at + run, bytes)}, set, row, 1.f, lane);
+    if (more) learn(j, ahead);
+    __syncwarp();   // all lanes' stores are behind it, so the release covers them
+    if (lane == j) passed.taken.finish(turn, lane, last());
   }
-  __device__ __forceinline__ Blocked blocked() const {
-    if (not out.open()) return ep::blocked(out.seen(a), rail_peer(a, lane), epoch);
-    const int at = __ffs(from & empty) - 1;
-    return ep::blocked(own_word(a, a.back_tail, at * kRingChannels + channel), gpu(at), epoch);
-  }
-  __device__ __forceinline__ void step(int node) {
-    const u32 set = __shfl_sync(kFullWarp, from, node);
-    const u64 to = __shfl_sync(kFullWarp, sum_slot(a, out, channel), node), row = sum_slot(a, in, channel);
-    for (int part = 0; part < a.receive_parts; ++part)
-      sum_rows(stage, to, share(int(2 * a.hidden), part, int(a.receive_parts)), set, row, 1.f, lane);
-    if (set >> lane & 1) ++in.done;
-    if (lane == node) ++out.done, next();
-  }
-  __device__ __forceinline__ void count() const { add_written(a, Op::kCombine, rail_peer(a, lane), out.done, sum_bytes(a), true); }
 };
 
 // Forwarding and Merging.
 template <typename Streams>
-__device__ __forceinline__ bool relay_channel(const Args& a, Op op, const Shared& sh, Stage& stage, int channel, int member,
-                                              int lane) {
-  Streams s(a, sh, stage, channel, member, lane);
-  if (not serve(a, op, sh.epoch, s, lane)) return false;
-  s.count();
+__device__ __forceinline__ bool relay_channel(const Args& a, Op op, const Shared& sh, Stage& stage, Passed& passed, int channel,
+                                              int& before, int warp, int lane) {
+  Streams s(a, sh, stage, passed, channel, before, warp, lane);
+  before += s.all;
+  const bool ok = serve(a, op, sh.epoch, s, lane);
+  s.settle();
+  if (not ok and s.turn.mine) passed.taken.give_up(s.turn, lane);
+  return ok;
+}
+
+// Notes where records go that have come from other nodes, up to 32 of each: a slot may be written again once its record has
+// gone on, and not all of the warps that count it have then seen it. `known`: how many of lane j's are noted.
+__device__ __forceinline__ void note_gpus(const Args& a, const Shared& sh, Passed& passed, End& rail, int& known, int channel,
+                                          int before, int lane) {
+  rail.look(a, sh.epoch);
+  __syncwarp();   // what one lane acquired, all lanes read
+  for (u32 left = __ballot_sync(kFullWarp, known < rail.limit); left != 0; left &= left - 1) {
+    const int j = __ffs(left) - 1, first = __shfl_sync(kFullWarp, known, j);
+    const int count = min(32, __shfl_sync(kFullWarp, rail.limit, j) - first);
+    if (lane < count) {
+      End at = rail_end<Op::kDispatch>(a, j, channel);
+      at.done = first + lane;
+      const int* ids = reinterpret_cast<const int*>(record_slot(a, at, channel, sh.f.bytes) + sh.f.ids);
+      u32 ranks = 0;
+#pragma unroll 8
+      for (int k = 0; k < a.top_k; ++k)
+        if (is_expert(a, ids[k])) ranks |= 1u << owner(a, ids[k]);
+      went(a, other_node(a, j), channel)[first + lane] = (ranks & node_ranks(a, own_node(a))) >> own_node(a) * int(a.gpus);
+    }
+    __syncwarp();   // all lanes' notes are behind it, so the release covers them; it passes on what lane j acquired
+    if (lane == j) known += count, store_release_cta(&passed.known[j], u32(before + known));
+  }
+}
+
+// Tells the other ends how far a channel's relays have come, behind the warps that take turns at them; in dispatch it goes ahead
+// of them, too. `before`: lane j's records of the block's earlier channels. False once one of those warps has given up.
+template <Op kOp>
+__device__ __forceinline__ bool follow_relays(const Args& a, const Shared& sh, Passed& passed, int channel, int& before, int lane) {
+  const int others = nodes(a) - 1, shares = shares_of(relays(a), others), least = least_said(a);
+  const int all = lane < others ? *rail_plan(a, other_node(a, lane), channel) : 0;
+  End rail = lane < others ? rail_end<kOp>(a, lane, channel) : kNoRing;
+  End end = lane < others * a.gpus ? gpu_end<kOp>(a, lane, channel) : kNoRing;
+  int known = 0;
+  do {
+    if (kOp == Op::kDispatch) note_gpus(a, sh, passed, rail, known, channel, before, lane);
+    const u32 reach = all != 0 ? passed.taken.complete(lane, shares) : u32(before);
+    if (__any_sync(kFullWarp, reach >= Progress::kAll)) return false;
+    __syncwarp();   // what lanes acquired of the warps, all lanes read, and the fence makes the other ends see
+    const int done = min(min(all, int(reach) - before), rail.done + 32);
+    const u32 due = __ballot_sync(kFullWarp, done - rail.done >= (done == all ? 1 : least));
+    if (due == 0) continue;
+    for (u32 left = due; left != 0; left &= left - 1) {
+      const int j = __ffs(left) - 1, first = __shfl_sync(kFullWarp, rail.done, j), last = __shfl_sync(kFullWarp, done, j);
+      count_gpus(a, end, first + lane < last ? went(a, other_node(a, j), channel)[first + lane] : 0, j, lane);
+      if (lane == j) rail.done = done;
+    }
+    fence_release();
+    if (rail.peer >= 0) rail.say(a, sh.epoch);
+    if (end.peer >= 0) end.say(a, sh.epoch);
+  } while (not __all_sync(kFullWarp, rail.done == all));
+  if (kOp == Op::kDispatch) {
+    add_written(a, kOp, gpu_here(a, lane), end.done, sh.f.bytes, true);
+  } else {
+    add_written(a, kOp, rail.peer, rail.done, sum_bytes(a), true);
+  }
+  before += all;
   return true;
 }
+
 // Receiving and Returning. `before`: lane's records of the block's earlier channels.
 template <typename Streams>
 __device__ __forceinline__ bool take_channel(const Args& a, Op op, Shared& sh, Stage& stage, Taken& taken, Turn turn,
@@ -468,16 +552,15 @@ extern "C" __global__ void __launch_bounds__(ep::kRingThreads, 1) ep_ring_dispat
   using namespace ep;
   __shared__ Shared sh;
   __shared__ Taken taken;
+  __shared__ Passed passed;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int senders = int(a.senders), receive_from = int(a.receive_from), receivers = int(a.receivers);
-  if (threadIdx.x < 32) sh.progress.done[lane] = taken.done[lane] = 0;
-  clear_tally(a, sh);
+  if (threadIdx.x < 32) sh.progress.done[lane] = taken.done[lane] = passed.taken.done[lane] = passed.known[lane] = 0;
   pass(0);
   start(a, sh, Op::kDispatch);
   pass(1);
   Stage stage{stage_memory + (warp < senders ? warp * a.send_stage : a.receive_at + (warp - receive_from) * a.receive_stage),
               &sh.bars[warp]};
-  const Turn turn = turns(receivers, int(a.ranks), warp - receive_from, lane);
   bool ok = not sh.stopped;
   int before = 0;   // of what this warp or lane counts, in the block's earlier channels
   for (int channel = blockIdx.x; ok and channel < a.channels; channel += gridDim.x) {
@@ -495,13 +578,15 @@ extern "C" __global__ void __launch_bounds__(ep::kRingThreads, 1) ep_ring_dispat
       add_written(a, Op::kDispatch, to.peer, ring.done, sh.f.bytes, false);
       before += mine.last - mine.first;
     } else if (warp < receive_from) {
-      ok = relay_channel<Forwarding>(a, Op::kDispatch, sh, stage, channel, warp - senders - 1, lane);
+      ok = warp == senders + 1 ? follow_relays<Op::kDispatch>(a, sh, passed, channel, before, lane)
+                               : relay_channel<Forwarding>(a, Op::kDispatch, sh, stage, passed, channel, before, warp, lane);
     } else if (warp < receive_from + receivers) {
+      const Turn turn = turns(receivers, int(a.ranks), warp - receive_from, lane);
       ok = take_channel<Receiving>(a, Op::kDispatch, sh, stage, taken, turn, channel, before, lane);
     } else {
       End ring = lane < a.ranks ? records_of(a, lane, channel) : kNoRing;
       const int all = lane < a.ranks ? rows_of(a, lane, channel).all : 0;
-      ok = follow_records(a, sh.epoch, taken, ring, all, turn.shares, before, lane);
+      ok = follow_records(a, sh.epoch, taken, ring, all, shares_of(receivers, int(a.ranks)), before, lane);
       before += all;
     }
   }
@@ -566,32 +651,34 @@ extern "C" __global__ void __launch_bounds__(ep::kRingThreads, 1) ep_ring_combin
   using namespace ep;
   __shared__ Shared sh;
   __shared__ Taken taken;
+  __shared__ Passed passed;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int senders = int(a.senders), receive_from = int(a.receive_from), receivers = int(a.receivers);
-  if (threadIdx.x < 32) sh.progress.done[lane] = taken.done[lane] = 0;
+  if (threadIdx.x < 32) sh.progress.done[lane] = taken.done[lane] = passed.taken.done[lane] = passed.known[lane] = 0;
   pass(0);
   start(a, sh, Op::kCombine);
   pass(1);
-  Stage stage{stage_memory + (warp < receive_from ? (warp - (warp > senders)) * a.send_stage
+  Stage stage{stage_memory + (warp < receive_from ? (warp - (warp > senders ? 2 : 0)) * a.send_stage
                                                   : a.receive_at + (warp - receive_from) * a.receive_stage),
               &sh.bars[warp]};
-  const Turn turn = turns(senders, answers(a), warp, lane);
   bool ok = not sh.stopped;
   int before = 0;   // of what this warp or lane counts, in the block's earlier channels
   for (int channel = blockIdx.x; ok and channel < a.channels; channel += gridDim.x) {
     const Range mine = channel_tokens(a, channel);
     if (warp < senders) {
+      const Turn turn = turns(senders, answers(a), warp, lane);
       ok = take_channel<Returning>(a, Op::kCombine, sh, stage, taken, turn, channel, before, lane);
     } else if (warp == senders) {
       const int source = lane < a.ranks ? answered(a, lane) : 0;
       const int all = lane < a.ranks ? rows_of(a, source, channel).all : 0;
       const bool travels = lane < answers(a);
-      ok = follow_records(a, sh.epoch, taken, travels ? answers_to(a, source, channel) : kNoRing, travels ? all : 0, turn.shares,
-                          before, lane);
+      ok = follow_records(a, sh.epoch, taken, travels ? answers_to(a, source, channel) : kNoRing, travels ? all : 0,
+                          shares_of(senders, answers(a)), before, lane);
       if (lane < a.ranks) add_written(a, Op::kCombine, relay_here(a, source), all, travels ? sum_bytes(a) : 0, false);
       before += all;
     } else if (warp < receive_from) {
-      ok = relay_channel<Merging>(a, Op::kCombine, sh, stage, channel, warp - senders - 1, lane);
+      ok = warp == senders + 1 ? follow_relays<Op::kCombine>(a, sh, passed, channel, before, lane)
+                               : relay_channel<Merging>(a, Op::kCombine, sh, stage, passed, channel, before, warp, lane);
     } else if (warp < receive_from + receivers) {
       ok = sum_channel(a, sh, stage, channel, warp - receive_from, before, lane);
       if (not ok) sh.progress.finish(warp - receive_from, Progress::kAll, lane);

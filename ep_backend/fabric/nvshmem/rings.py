@@ -14,7 +14,10 @@ MOST_SHARE = (1 << 16) - 1  # slots that a channel uses of a ring, in 16 bits of
 _COUNTING = 8
 MOST_WARPS = 28  # of a block that moves rows: ring.cuh's kRingThreads
 _CASTING, _COPYING, _RECEIVING = 14, 6, 12
-_RETURNING, _GATHERING, _MERGING = 9, 11, 4
+_RETURNING, _GATHERING = 9, 11
+# Likewise where there are several nodes, and relays.
+_FORWARDING, _RECEIVING_TOO = 4, 8
+_RETURNING_TOO, _MERGING, _BOTH = 6, 6, 10
 _SENT_BYTES, _SUM_BYTES = 16384, 7168  # of a warp's stage in combine: rows that leave, and rows that are summed
 
 
@@ -34,15 +37,17 @@ def count(s: Shape, blocks: int) -> Launch:
 
 def dispatch(s: Shape, call: Call, blocks: int, ordered: bool) -> tuple[Launch, ...]:
     record = layout.align_up(layout.record(call.payload, s.hidden, s.top_k).bytes, 128)
-    most = MOST_WARPS - 2  # two tell the other ends how far the others are
+    most = MOST_WARPS - 2 - (s.nodes > 1)  # that tell other ends how far the others are
+    forwarding, receiving = (_FORWARDING, _RECEIVING_TOO) if s.nodes > 1 else (0, _RECEIVING)
     if casts(call):  # these read rows themselves, and need room for scales alone
-        sent, senders = layout.align_up(layout.scale_bytes(call.payload, s.hidden), 128), _CASTING
-        relays, receivers = _share_out(min(most - senders, (STAGE_BYTES - senders * sent) // record), s.nodes - 1, _RECEIVING)
+        sent = layout.align_up(layout.scale_bytes(call.payload, s.hidden), 128)
+        senders = min(_CASTING, most - forwarding - receiving)
+        relays, receivers = _share_out(min(most - senders, (STAGE_BYTES - senders * sent) // record), forwarding, receiving)
     else:
         sent = record
-        senders, relays, receivers = _share_out(min(most, STAGE_BYTES // record), _COPYING, s.nodes - 1, _RECEIVING)
-    roles = Roles(senders, senders + 1 + relays, receivers, sent, record, receive_at=senders * sent + relays * record)
-    moving = Launch("ring_dispatch", min(blocks, channels(s)), senders + relays + receivers + 2, roles)
+        senders, relays, receivers = _share_out(min(most, STAGE_BYTES // record), _COPYING, forwarding, receiving)
+    roles = _roles(senders, relays, receivers, sent, record, senders * sent + relays * record)
+    moving = Launch("ring_dispatch", min(blocks, channels(s)), roles.receive_from + receivers + 1, roles)
     if not ordered:
         return (moving,)
     warps = min(4, STAGE_BYTES // record)
@@ -55,19 +60,24 @@ def combine(s: Shape, call: Call, blocks: int) -> Launch:
     # A stage holds one run of every row that is summed.
     send_parts, sent = _runs(row, _SENT_BYTES, s.top_k if masked else 1)
     receive_parts, summed = _runs(row, _SUM_BYTES, min(s.gpus_per_node + s.nodes - 1, s.top_k))
-    sent = max(sent, summed)  # relays sum too
-    relays = min(s.nodes - 1, _MERGING)
-    senders = _GATHERING if masked else min(2 * s.ranks - 1, _RETURNING)
+    if s.nodes > 1:
+        # Streams of answers: of compact rows, a relay reads its own from y.
+        streams = s.ranks - (0 if masked or call.split else s.nodes)
+        senders = max(1, min(2 * streams, _RETURNING_TOO))
+        relays = min(_BOTH - senders, _MERGING)
+    else:
+        senders, relays = _GATHERING if masked else min(2 * s.ranks - 1, _RETURNING), 0
     senders = min(senders, (STAGE_BYTES - summed) // sent - relays)
     at = (senders + relays) * sent
-    receivers = min(MOST_WARPS - 2 - senders - relays, (STAGE_BYTES - at) // summed)
-    roles = Roles(
-        *(senders, senders + 1 + relays, receivers, sent, summed),
-        receive_at=at,
-        send_parts=send_parts,
-        receive_parts=receive_parts,
-    )
-    return Launch("ring_combine", min(blocks, channels(s)), senders + relays + receivers + 2, roles, ends=True)
+    receivers = min(MOST_WARPS - 2 - (s.nodes > 1) - senders - relays, (STAGE_BYTES - at) // summed)
+    roles = _roles(senders, relays, receivers, sent, summed, at)
+    roles = roles._replace(send_parts=send_parts, receive_parts=receive_parts)
+    return Launch("ring_combine", min(blocks, channels(s)), roles.receive_from + receivers + 1, roles, ends=True)
+
+
+def _roles(senders: int, relays: int, receivers: int, sent: int, received: int, at: int) -> Roles:
+    """With the warps that tell other ends how far others are: one behind senders, one in front of relays, one behind all."""
+    return Roles(senders, senders + 1 + relays + (relays > 0), receivers, sent, received, at)
 
 
 def _runs(row: int, stage: int, rows: int) -> tuple[int, int]:
@@ -78,8 +88,7 @@ def _runs(row: int, stage: int, rows: int) -> tuple[int, int]:
 
 def _share_out(most: int, *wanted: int) -> list[int]:
     """Warps for each role, in proportion where there are fewer than wanted, none only where none is wanted."""
-    total = sum(wanted)
-    shares = [min(n, max(1, n * most // total)) for n in wanted]
+    shares = list(wanted)
     while sum(shares) > most:
-        shares[shares.index(max(shares))] -= 1
+        shares[max(range(len(wanted)), key=lambda i: shares[i] > 1 and shares[i] / wanted[i])] -= 1
     return shares

@@ -1,13 +1,13 @@
 // Streams through bounded rings, for normal: one writer and one reader a ring and channel, a tail word at the reader, a head
-// word at the writer. Several warps of a block may take turns at one end, and another one then tells the other end; or a warp
-// serves several streams, one a lane, in turns: it never blocks on one while another can go on.
+// word at the writer. Several warps of a block take turns at one end, or one serves several streams, one a lane: it never blocks
+// on one while another can go on. Another one then tells the other end.
 #pragma once
 #include "ep/dispatch.cuh"
 
 namespace ep {
 
 constexpr int kRingThreads = 896;   // at most, so that a thread has 72 registers
-constexpr int kUnsaid = 4;   // records of a stream that its reader need not know of yet, nor its writer that they are taken
+constexpr int kUnsaid = 8;   // records of a stream that its reader need not know of yet, nor its writer that they are taken
 
 // One end of a ring's channel. What this end has done, and how far it may go: as far as the other end's word says, and a
 // writer by the slots of the channel further. Packed, for a warp may hold two a lane; words count from rail_count.
@@ -51,6 +51,7 @@ __device__ __forceinline__ u32 ring_word(const Args& a, i64 array, int ring, int
   return u32((array - a.rail_count) / 8) + u32(ring * kRingChannels + channel);
 }
 constexpr End kNoRing{-1, 0, 0, 0, 0, 0, 0, 0};
+constexpr End kNoWaiting{-1, 0, 0, 0, 0, 0, 0, 1 << 30};   // nor one, but all is there
 
 struct Word {   // an array, and the index of a ring in it
   i64 array;
@@ -98,10 +99,14 @@ struct Turn {
   int shares, member;   // warps that take turns, and which of them this one is
   bool mine;            // this lane's stream
 };
+__device__ __forceinline__ int shares_of(int warps, int streams) {
+  return streams == 0 or streams >= warps ? 1 : warps / streams;
+}
 __device__ __forceinline__ Turn turns(int warps, int streams, int warp, int lane) {
   if (streams == 0) return {1, 0, false};
   if (streams >= warps) return {1, 0, lane < streams and lane % warps == warp};
-  return {warps / streams, warp / streams, lane == warp % streams and warp < warps / streams * streams};
+  const int shares = shares_of(warps, streams);
+  return {shares, warp / streams, lane == warp % streams and warp < shares * streams};
 }
 // The first of a channel's units that is this member's turn: of all units of a block, u is that of member u % members.
 __device__ __forceinline__ int first_turn(int member, int members, int before) {
@@ -139,7 +144,7 @@ __device__ __forceinline__ u32 together(u32 mine, int shares, int member, bool t
 
 // What one end does not say yet is less than half of a channel's slots, so that the two ends of a ring never wait for each
 // other's word, and a ring of one slot works too.
-__device__ __forceinline__ int least_said(const Args& a) { return max(1, min(2 * kUnsaid, int(a.ring_share) / 2)); }
+__device__ __forceinline__ int least_said(const Args& a) { return max(1, min(kUnsaid, int(a.ring_share) / 2)); }
 
 // Tells the other ends how far a channel's streams have come, one a lane, behind the warps that take turns at them. `all`: records
 // of the stream, `before`: those of the block's earlier channels. False once one of those warps has given up.
@@ -217,22 +222,14 @@ __device__ __forceinline__ Blocked blocked(const u64* word, int peer, u64 epoch)
   return {peer, signal_word(epoch, signal_epoch(seen) == epoch ? signal_count(seen) + 1 : 1), seen};
 }
 
-// Serves the streams of a warp until all have ended. By lane: `ended` and `able` (to go on now; met by the whole warp) and
-// `unsaid` records; `step(j)` by the whole warp for lane j's stream; `look` reads and `say` writes words.
+// Serves the streams of a warp until all have ended. By lane: `ended` and `able` (to go on now; met by the whole warp); by the
+// whole warp `step(j)` for lane j's stream, and `look`, which reads words.
 template <typename Streams>
 __device__ __forceinline__ bool serve(const Args& a, Op op, u64 epoch, Streams& s, int lane) {
   int next = 0, idle = 0;
   u64 since = 0;
   for (;;) {
     u32 able = __ballot_sync(kFullWarp, s.able());
-    // Before it waits for others, it tells others all they may be waiting for.
-    if (able == 0 or __any_sync(kFullWarp, s.unsaid() >= kUnsaid)) {
-      if (__any_sync(kFullWarp, s.unsaid() != 0)) {
-        __syncwarp();
-        fence_release();
-        s.say();
-      }
-    }
     if (able != 0) {
       u32 later = able & ~below(next);
       int j = __ffs(later != 0 ? later : able) - 1;
