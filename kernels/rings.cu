@@ -556,6 +556,7 @@ extern "C" __global__ void __launch_bounds__(ep::kRingThreads, 1) ep_ring_dispat
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int senders = int(a.senders), receive_from = int(a.receive_from), receivers = int(a.receivers);
   if (threadIdx.x < 32) sh.progress.done[lane] = taken.done[lane] = passed.taken.done[lane] = passed.known[lane] = 0;
+  clear_tally(a, sh);
   pass(0);
   start(a, sh, Op::kDispatch);
   pass(1);
