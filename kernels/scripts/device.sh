@@ -1,7 +1,7 @@
 #!/bin/bash
 # Correctness and figures on a GPU host, in one command that ends within ten minutes:
 #   device.sh [all | pytest -k expression | ""] [bench suite]
-# The bench comes first, while nothing else runs. `all` on several GPUs shares the tests out, two processes a GPU, ranks of a
+# The bench comes first, while nothing else runs. `all` on several GPUs shares the tests out to two of them, ranks of a
 # process all on one; then come those that need several. With an expression, ranks have a GPU each as far as they go.
 set -u
 export PYTHONUNBUFFERED=1 GLOO_SOCKET_IFNAME=lo TORCH_CPP_LOG_LEVEL=ERROR
@@ -27,10 +27,12 @@ if [ -n "${2:-}" ]; then
 fi
 every=$(seq -s, 0 $((gpus - 1)))
 if [ "${1:-}" = all ] && [ "$gpus" -gt 1 ]; then
-  tests roundtrip 0 gpu tests/core/test_roundtrip.py &
-  tests core 0 gpu tests/core --ignore tests/core/test_roundtrip.py &
+  tests sequences 0 gpu tests/core/test_sequences.py &
+  tests roundtrip 0 gpu tests/core/test_roundtrip.py -k "2ranks or 4ranks" &
+  tests more-ranks 1 gpu tests/core/test_roundtrip.py -k "not 2ranks and not 4ranks" &
+  tests core 1 gpu tests/core --ignore tests/core/test_roundtrip.py --ignore tests/core/test_sequences.py &
   tests kernels 1 gpu tests/kernels/test_kernels.py &
-  tests rings 1 gpu tests/kernels --ignore tests/kernels/test_kernels.py &
+  tests rings 0 gpu tests/kernels --ignore tests/kernels/test_kernels.py &
   wait
   tests multigpu "$every" multigpu tests/core tests/kernels
 elif [ "${1:-}" = all ]; then

@@ -55,8 +55,9 @@ class Launches:
         """Blocks of the kernel that sends."""
         if call.mode is Mode.NORMAL:
             return rings.channels(self._shape)
-        if call.mode is Mode.HYBRID and call.tokens > SMALL:  # waits for nobody, and the relay's blocks run beside it
-            return self._blocks(call, max(1, self._most_blocks - SMS), self._most_blocks)
+        if call.mode is Mode.HYBRID and call.tokens > SMALL:  # waits for nobody, and a relay's blocks run beside it
+            relays = SMS if self._shape.nodes > 1 else 0
+            return self._blocks(call, max(1, self._most_blocks - relays), self._most_blocks)
         if call.tokens > SMALL:
             return self._blocks(call, self._most_waiting, SMS)
         return self._blocks(call, self._most_waiting if self._at_once(call) else self._most_blocks, max(1, call.tokens))
@@ -78,7 +79,7 @@ class Launches:
         row, step, scales = self._input(call)
         if call.tokens > SMALL and not self.ordered(call):
             # Bulk copies of one multiprocessor reach about 50 GB/s, and the receivers need that: casts read rows themselves.
-            parts = 1
+            parts = 1 if receive else 4  # shares of a sender that are alike
             sent = layout.align_up(scales, 128) if cast else _run(row, step, parts)
             senders = receivers = min(MOST_WARPS - 1, STAGE_BYTES // max(sent, record))
             if send and receive:  # side by side
@@ -97,10 +98,11 @@ class Launches:
             return (Launch("dispatch", self.channels(call), MOST_WARPS, roles),)
         if self._at_once(call):
             one = self._send("send", call).roles
-            sent = layout.align_up(one.send_stage, 128)  # records behind it keep their alignment
+            sent = layout.align_up(scales if cast else one.send_stage, 128)  # records behind it keep their alignment
             senders = min(one.senders, (STAGE_BYTES - record) // sent)
             receivers = min(14, max(6, 2 * self._shape.ranks), (STAGE_BYTES - senders * sent) // record)
-            roles = Roles(senders, senders + 1, receivers, sent, record, senders * sent, send_parts=one.send_parts)
+            ends = senders * sent
+            roles = Roles(senders, senders + 1, receivers, sent, record, ends, send_parts=one.send_parts, staged=int(not cast))
             blocks = self._blocks(call, self._most_waiting, max(call.tokens, SMS))  # other ranks may have more tokens
             return (Launch("dispatch", blocks, senders + receivers + 2, roles),)  # a warp publishes, one plans
         result = [self._send("send", call)] if send else []
@@ -115,7 +117,8 @@ class Launches:
         whole = call.mode is Mode.HYBRID and self._shape.staging  # a put takes a whole record
         parts = 1 if whole else max(1, min(8, layout.ceil_div(row, 2048)))
         sent = _run(row, step, parts) + scales
-        senders = max(1, min(parts * layout.ceil_div(call.tokens, blocks), 16, STAGE_BYTES // sent))
+        most = 16 if call.tokens <= SMALL else MOST_WARPS - 1
+        senders = max(1, min(parts * layout.ceil_div(call.tokens, blocks), most, STAGE_BYTES // sent))
         return Launch(kernel, blocks, senders + 1, Roles(senders, send_stage=sent, send_parts=parts))
 
     def _place(self, kernel: str, call: Call, *, early: bool = False, closes: bool = False, warps: int = 4) -> list[Launch]:

@@ -213,11 +213,11 @@ __device__ __forceinline__ void send_picks(const Args& a, const Targets& t, cons
   }
 }
 
-// Receiving warps add to counts; the word that they all await first says that it is cleared.
+// Receiving warps of this GPU add to counts; the word that they all await first says that it is cleared.
 __device__ __forceinline__ void clear_counts(const Args& a, int lane) {
   for (i64 e = lane; e < a.local_experts; e += 32) reinterpret_cast<int*>(a.counts)[e] = 0;
   __syncwarp();
-  fence_sys();
+  __threadfence();
 }
 
 // By the last warp of the first block: what this rank calls, and that its counts are cleared.
@@ -225,7 +225,7 @@ template <bool kRails = false>
 __device__ __forceinline__ void announce(const Args& a, Shared& sh, int lane) {
   Control* control = reinterpret_cast<Control*>(a.control);
   u64 said = u64(a.signature) | u64(a.channels - 1) << kSignatureBits | load_relaxed_sys(&control->proposal) << kProposalBits;
-  clear_counts(a, lane);   // before anything is told or sent: its fence would wait until that has arrived
+  clear_counts(a, lane);
   if (is_peer<kRails>(a, lane)) {
     tell(a, relays<kRails>(a, lane), lane, a.intent, a.rank, signal_word(sh.epoch, said));
     tell_count<kRails>(a, lane, int(kChannels), signal_word(sh.epoch, a.chunk));
@@ -503,11 +503,19 @@ __device__ __forceinline__ void place(const Args& a, Shared& sh, const Stage& st
   pass(11);
   if (to.local >= 0) bulk_store(row_at(a, f, to), stage.at, f.row);
   pass(12);
-  for (u32 left = f.words != 0 ? __ballot_sync(kFullWarp, to.local >= 0) : 0; left != 0; left &= left - 1) {
-    const int from = __ffs(left) - 1;
-    const u64 scales = scales_at(a, f, {__shfl_sync(kFullWarp, to.local, from), __shfl_sync(kFullWarp, to.at, from)});
-    for (int g = lane; g < f.words; g += 32)
-      reinterpret_cast<u32*>(scales)[g * (a.masked ? a.scale_stride : 1)] = stage.get<u32>(f.scales + 4 * g);
+  const u64 scales = to.local >= 0 ? scales_at(a, f, to) : 0;
+  const u32 step = a.masked ? 4 * u32(a.scale_stride) : 4;
+#pragma unroll 1
+  for (int first = 0; first < f.words; first += 64) {
+    const int g = first + lane;
+    const u32 low = g < f.words ? stage.get<u32>(f.scales + 4 * g) : 0;
+    const u32 high = g + 32 < f.words ? stage.get<u32>(f.scales + 4 * (g + 32)) : 0;
+#pragma unroll 1
+    for (u32 left = __ballot_sync(kFullWarp, scales != 0); left != 0; left &= left - 1) {
+      const u64 at = __shfl_sync(kFullWarp, scales, __ffs(left) - 1) + g * step;
+      if (g < f.words) *reinterpret_cast<u32*>(at) = low;
+      if (g + 32 < f.words) *reinterpret_cast<u32*>(at + 32 * step) = high;
+    }
   }
 }
 
@@ -526,19 +534,20 @@ __device__ __forceinline__ void take(const Args& a, Shared& sh, Stage& stage, in
 __device__ __forceinline__ bool receive_channel(const Args& a, Shared& sh, Stage& stage, int source, int channel, int member,
                                                 int members, int lane) {
   const i64 tails = source * kChannels + channel;
-  int row = sh.base[source], slot = sh.chunk[source] * channel, count = 0, arrived = 0;
-  bool ok = true;
-  for (int first = 0; first <= channel; first += 32) {   // records of the channels before
-    int at = first + lane, n = 0;
-    if (at <= channel) {
-      u64 word = wait_word(a, Op::kDispatch, source, a.stream_count, plan_row(source, at), sh.epoch, 0);
-      ok = word != 0;
-      n = int(signal_count(word));
-    }
-    count = __shfl_sync(kFullWarp, n, channel - first & 31);
-    row += __reduce_add_sync(kFullWarp, at < channel ? n : 0);
-    if (not __all_sync(kFullWarp, ok)) return false;
+  const u64* words = own_word(a, a.stream_count, plan_row(source, lane));
+  u32 counts[kLaneChannels];   // of the channels up to this one, which the planning warp has seen
+#pragma unroll
+  for (int j = 0; j < kLaneChannels; ++j) {
+    const int at = lane + 32 * j;
+    counts[j] = at > channel ? 0 : u32(load_relaxed_sys(words + 32 * j));
   }
+  const u64 tail = load_acquire_sys(own_word(a, a.stream_tail, tails));   // asked for meanwhile
+  int own = 0, before = 0;
+#pragma unroll
+  for (int j = 0; j < kLaneChannels; ++j) (lane + 32 * j == channel ? own : before) += int(signal_count(counts[j]));
+  const int row = sh.base[source] + __reduce_add_sync(kFullWarp, before), count = __reduce_add_sync(kFullWarp, own);
+  const int slot = sh.chunk[source] * channel;
+  int arrived = __shfl_sync(kFullWarp, signal_epoch(tail) == sh.epoch ? int(signal_count(tail)) : 0, 0);
   for (int k = member; k < count; k += members) {
     if (k >= arrived) {
       u64 tail = wait_word(a, Op::kDispatch, source, a.stream_tail, tails, sh.epoch, k + 1);

@@ -1,9 +1,8 @@
 // Combine of masked rows by lines (line.cuh): each rank returns its partial sum of a token in chunks, their owner adds them.
 //
 // A rank says `returned` when its combine begins: its dispatch, an earlier kernel, has then read every slot of the round, so
-// that the owner, who waits for the word of all ranks, may write the next round's. A row of lines is written again by who has
-// acquired a word of the owner's next dispatch, which that wrote behind a fence: a later kernel than the one that reads and
-// blanks the row here.
+// that the owner, who waits for the word of all ranks, may write the next round's. A line is written again by who has got the
+// token's next record: its owner signalled that behind a fence, in a later kernel than the one that reads and blanks the line here.
 #pragma once
 #include "ep/line.cuh"
 #include "ep/routing.cuh"
@@ -159,12 +158,8 @@ __device__ __forceinline__ void run_sums(const Args& a) {
       sh.stopped = not going;
       sh.broken = false;
     }
-    // Before anything is sent, for a fence waits until what the block has sent is there. What earlier kernels read and cleared
-    // lies before what a peer writes once it has acquired the word.
-    if (going and speaks) {
-      fence_sys();
-      if (lane < a.ranks) store_relaxed_sys(heap_word(a, lane, a.returned, a.rank), signal_word(epoch, 0));
-    }
+    // No fence: what earlier kernels have read they have read, and nobody looks here for what they wrote.
+    if (going and speaks and lane < a.ranks) store_relaxed_sys(heap_word(a, lane, a.returned, a.rank), signal_word(epoch, 0));
   }
   if (threadIdx.x == 0) sh.epoch = epoch;
   __syncthreads();
