@@ -86,6 +86,7 @@ __device__ __forceinline__ bool send_tokens(const Args& a, Shared& sh, Stage& st
       __syncwarp();   // what one lane acquired, all lanes write behind
       const Targets t{record_slot(a, ring, channel, f.bytes), __ballot_sync(kFullWarp, there)};
       const u64 row = input_row(a, f, token);
+      if (a.cast and lane == 0 and token + workers < mine.last) bulk_prefetch(input_row(a, f, token + workers), 2 * f.row);
       const u32 early = pick_word(a, token, lane);
       if (a.cast) {
         send_cast(a, t, f, reinterpret_cast<const unsigned char*>(row), reinterpret_cast<u32*>(stage.at), {0, 2 * f.row}, lane);

@@ -60,6 +60,9 @@ inline void mbarrier_init(u64* bar) { *bar = 0; }
 inline void fence_async_shared() {}
 inline void fence_async() {}
 inline void bulk_expect(u64* bar, u32 bytes) { simt::bulk_expect(reinterpret_cast<uint64_t*>(bar), bytes); }
+inline void bulk_prefetch(u64 from, u32 bytes) {
+  if (from % 16 or bytes % 16) simt::misaligned();
+}
 inline void bulk_load(void* to, u64 from, u32 bytes, u64* bar) {
   simt::bulk_load(to, reinterpret_cast<const void*>(from), bytes, reinterpret_cast<uint64_t*>(bar));
 }
