@@ -274,15 +274,12 @@ __device__ __forceinline__ void publish(const Args& a, Shared& sh, Range mine, u
   }
 }
 
-// Start loading this warp's share of a unit, a part of a token; where it does not come through shared memory, as far as L2: a
-// warp has few loads under way, each as long as memory takes.
+// Start loading this warp's share of a unit, a part of a token.
 __device__ __forceinline__ void fetch(const Args& a, const Offsets& f, Stage& stage, Range mine, int unit, int lane) {
   int parts = int(a.send_parts), token = mine.first + quotient(unit, parts);
-  if (token >= mine.last) return;
-  const Range run = input_run(a, f, unit - (token - mine.first) * parts);
-  const u64 from = input_row(a, f, token) + run.first;
-  if (a.staged) stage.load(from, run.last - run.first, lane);
-  else if (lane == 0) bulk_prefetch(from, run.last - run.first);
+  if (token >= mine.last or not a.staged) return;
+  Range run = input_run(a, f, unit - (token - mine.first) * parts);
+  stage.load(input_row(a, f, token) + run.first, run.last - run.first, lane);
 }
 
 // From this rank's staging to each relay of the set, whose lane knows the slot there.
@@ -322,7 +319,6 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Ra
       u32 early = kAhead and part == 0 ? pick_word(a, first + i, lane, relay_slot) : 0;
       Range run = input_run(a, f, part);
       if (a.staged) stage.await();
-      else fetch(a, f, stage, mine, unit + workers, lane);
       pass(4);
       if (a.cast) {
         u64 row = input_row(a, f, first + i) + run.first;
@@ -338,7 +334,7 @@ __device__ __forceinline__ void send(const Args& a, Shared& sh, Stage& stage, Ra
       if (not kAhead and part == 0) early = pick_word(a, first + i, lane, relay_slot);
       if (part == 0) send_picks(a, t, f, sh.epoch, first + i, early, lane, relay_slot);
       if (kRails and kRailPut) put_record(a, f, far, slot_there, first + i, lane);
-      if (a.staged) fetch(a, f, stage, mine, unit + workers, lane);
+      fetch(a, f, stage, mine, unit + workers, lane);
       sh.progress.finish(warp, ++done, lane);
     }
     slot += __popc(to);
