@@ -519,7 +519,10 @@ class EpBuffer:
             if t.device != device:
                 raise TypeError(f"{name} is on {t.device}, the buffer on {device}; move it there")
         form = mode, layout, rows.dtype, None if scales is None else scales.dtype, fp8
-        kind = self._kinds.get(form)
+        try:
+            kind = self._kinds.get(form)
+        except TypeError:  # something that cannot be looked up, which _kind refuses
+            kind = None
         if kind is None:
             kind = self._kinds[form] = self._kind(*form)
         most, shape = c.max_tokens[kind.mode], rows.shape

@@ -117,7 +117,7 @@ def parse_mode(name: str) -> Mode:
     """The mode of that name; ValueError names the choices."""
     try:
         return _BY_NAME[name]
-    except KeyError:
+    except (KeyError, TypeError):
         choices = ", ".join(m.value for m in Mode)
-        hint = did_you_mean(name, [m.value for m in Mode], f"choose one of {choices}")
+        hint = did_you_mean(str(name), [m.value for m in Mode], f"choose one of {choices}")
         raise ValueError(f"mode {name!r} is unknown; {hint}") from None
