@@ -177,9 +177,9 @@ def cuda_times(w: Workload, steps: Steps, count: int) -> Times:
         w.me.align()
         marks = []
         if w.case.graph:
-            _lead()
+            lead()
         for _ in range(BATCH + 1):
-            e = [_event() for _ in range(3)]
+            e = [event() for _ in range(3)]
             e[0].record()
             steps[0]()
             e[1].record()
@@ -264,9 +264,9 @@ def _copied(ranks: int) -> dict[str, Any]:
 
 def _step_us(me: Rank, step: Callable[[], object] | None, count: int = 16) -> float:
     """Median of so many steps, queued while the devices of all ranks sleep. Collective; None: only meet."""
-    marks = [_event() for _ in range(count + 1)]
+    marks = [event() for _ in range(count + 1)]
     me.align()
-    _lead()
+    lead()
     for e in marks:
         e.record()
         if step is not None:
@@ -275,12 +275,12 @@ def _step_us(me: Rank, step: Callable[[], object] | None, count: int = 16) -> fl
     return float(statistics.median(a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(marks)))
 
 
-def _lead() -> None:
+def lead() -> None:
     """The device sleeps, so that what follows is queued by the time it is due."""
     torch.cuda._sleep(int(LEAD_NS * 1.9))  # type: ignore[no-untyped-call]
 
 
-def _event() -> Any:
+def event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ep_backend import layout
-from ep_backend.bench.worker import _event, _lead
+from ep_backend.bench.worker import event, lead
 from ep_backend.buffer import EpBuffer
 from ep_backend.layout import Payload
 
@@ -52,8 +52,8 @@ def measure(buffer: EpBuffer, mode: str, form: str, sms: int) -> dict[str, float
     times: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for _ in range(ROUNDS + 1):
         torch.cuda.synchronize()
-        _lead()
-        marks = [_event() for _ in range(len(PHASES) + 1)]
+        lead()
+        marks = [event() for _ in range(len(PHASES) + 1)]
         marks[0].record()
         got = buffer.dispatch(x, ids, weights, mode=mode, layout=form, fp8="fp32", host_counts=False, sms=sms, return_hook=True)
         marks[1].record()

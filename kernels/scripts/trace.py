@@ -20,7 +20,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ep_backend.bench.suites import ALL, Case
-from ep_backend.bench.worker import Buffers, Rank, Workload, _lead
+from ep_backend.bench.worker import Buffers, Rank, Workload, lead
 from ep_backend.fabric.nvshmem.launch import IMAGE_KERNELS
 from ep_backend.fabric.nvshmem.world import check, driver
 
@@ -101,7 +101,7 @@ def trace(me: Rank, log: Log, case: Case, buffers: Buffers) -> None:
         for name, step in (("dispatch", dispatch), ("combine", combine)):
             me.align()
             if case.graph:
-                _lead()
+                lead()
             for _ in range(WARM_UP):  # whole rounds bring the ranks' devices together, as in the bench
                 if name == "combine":
                     combine()
