@@ -610,7 +610,7 @@ def _give_up_after(seconds: int) -> None:
 
 def _keep_logs(source: Path, folder: Path) -> None:
     """The ends of a run's logs."""
-    for log in source.glob("*.log") if source.is_dir() else [source]:
+    for log in [source] if source.suffix == ".log" else source.glob("*.log"):
         (folder / log.name).write_text(_tail(log, 200_000))
 
 

@@ -3,13 +3,17 @@
 import gzip
 import importlib.util
 import json
+import os
 import random
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from ep_backend.bench.traces import all_to_all, first_trace
@@ -171,6 +175,70 @@ def measured(workplace: Workplace, file: str, *arguments: str, **env: str) -> tu
     env = {**workplace.env, **env}
     done = subprocess.run(command, cwd=workplace.folder, env=env, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout + done.stderr, json.loads(out.read_text())
+
+
+PLANNED = [
+    (name, int(seconds), words.split())
+    for name, seconds, words in re.findall(
+        r"^((?:vllm|sglang)-\S+) +(\d+) +((?:equality|timing) .*)$", (DEPLOY / "scripts" / "measure_all.sh").read_text(), re.M
+    )
+]
+
+
+@pytest.mark.parametrize("name,seconds,words", PLANNED, ids=[name for name, *_ in PLANNED])
+def test_what_is_planned_for_a_gpu_host_is_taken(name: str, seconds: int, words: list[str], tmp_path: Path) -> None:
+    """By the script's own options, and as a deployment by every check: minutes of a start must not tell."""
+    command: Any = get_command(measure.app)
+    given = command.commands[words[0]].make_context(name, [*words[1:], "--out", "x.json"]).params
+    file = DEPLOY.parent / given["file"]
+    engine = "sglang" if "sglang" in file.stem else "vllm"
+    assert name.startswith(engine) and seconds < 300
+    write_shape(tmp_path, "deepseek-v3-shape-fp8" if engine == "sglang" else "deepseek-v3-shape")
+    document = measure._document(file, tmp_path, given["arguments"])
+    modes = measure._modes(given["modes"], document)
+    if given["profile"]:
+        measure._prepare_profiles(document, tmp_path)
+    assert ("profiler-config" in measure._role(document)["args"]) == (given["profile"] and engine == "vllm")
+    assert document["roles"]["unified"]["args"].get("enforce-eager", False) == ("eager" in name)
+    assert measure._overlaps(document) == ("dbo" in name or "tbo" in name)
+    for mode in modes:
+        measure._role(document)["ep"]["mode"] = mode
+        found = [str(finding) for finding in findings_of(measure._write(document, tmp_path))]
+        assert [each for each in found if "EP204" not in each] == [], "EP204: hybrid in one domain, which is wanted here"
+
+
+def test_measurements_go_on_where_the_last_call_ended(tmp_path: Path) -> None:
+    """With a stand-in for the engines: what fits into a call is done, once, an engine's own answers only in its first run."""
+    for folder in ("deploy/scripts", "kernels/scripts", "results", "out"):
+        (tmp_path / folder).mkdir(parents=True)
+    script = tmp_path / "deploy" / "scripts" / "measure_all.sh"
+    shutil.copy(DEPLOY / "scripts" / "measure_all.sh", script)
+    engine = tmp_path / "kernels" / "scripts" / "engine.sh"
+    engine.write_text(
+        '#!/bin/bash\nif [ "$2" = unpack ]; then exec test -f "$RESULTS/$1"; fi\n'
+        'out=${3##*--out }\necho "$3" >>"$RESULTS/told"\necho "{}" >"${out%% *}"\n'
+    )
+    engine.chmod(0o755)
+
+    def call(seconds: int, *names: str) -> tuple[str, list[str]]:
+        told = tmp_path / "results" / "told"
+        told.write_text("")
+        env = {**os.environ, "RESULTS": str(tmp_path / "results"), "OUT": str(tmp_path / "out"), "CALL_S": str(seconds)}
+        done = subprocess.run([script, *names], env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, told.read_text().splitlines()
+
+    assert call(570)[1] == [], "nothing was carried"
+    (tmp_path / "results" / "sglang").touch()
+    said, told = call(200, "sglang-h", "sglang-o")
+    assert told == [] and "for another call: sglang-hybrid sglang-own sglang-ours" in said
+    said, told = call(310, "sglang-h")
+    assert len(told) == 1 and "--modes hybrid" in told[0] and "--reference" not in told[0], said
+    said, told = call(200)
+    assert ["h200x2-sglang-tbo" in one for one in told] == [True, True] and "for another call: vllm-dbo" in said
+    assert f"--reference {tmp_path}/results/reference-sglang.json" in told[0] and "--reference" not in told[1]
+    assert "all are done" in call(9999, "sglang-tbo")[0]
+    assert (tmp_path / "out" / "measured-all.tgz").stat().st_size
 
 
 @pytest.mark.slow
