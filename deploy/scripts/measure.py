@@ -129,8 +129,8 @@ def equality(
         _prepare_profiles(document, folder)
     result = _facts(file, document)
     prompts = make_prompts()
-    # As many again where batches are split: a rank with half of another's tokens would leave its second half empty.
-    copies = 2 if _overlaps(document) else 1
+    # 16 a rank where batches are split: one with half of another's tokens would leave its second half empty.
+    copies = _role(document)["data_parallel"] if _overlaps(document) else 1
     try:
         if reference is not None:
             first, again = ([Answer(**a) for a in answers] for answers in json.loads(reference.read_text())["reference"])

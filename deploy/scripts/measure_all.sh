@@ -65,12 +65,12 @@ while read -r name expected what; do
       expected=$((expected + 150))
     fi
   fi
-  if [ "$expected" -gt $(($(left) - 15)) ]; then
+  if [ "$expected" -gt "$(left)" ]; then
     waiting+=" $name"
     continue
   fi
-  most=$((expected * 3 / 2)) began=$SECONDS
-  if [ $most -gt $(($(left) - 30)) ]; then most=$(($(left) - 30)); fi
+  most=$((expected * 3 / 2)) began=$SECONDS # then it gives up, and takes some 15 s to stop the engine
+  if [ $most -gt $(($(left) - 5)) ]; then most=$(($(left) - 5)); fi
   # shellcheck disable=SC2086 # words of the list
   kernels/scripts/engine.sh "$engine" sh "exec python3 deploy/scripts/measure.py $what ${given[*]} \
     --out $results/$name.json --seconds $most" >"$results/$name.out" 2>&1 </dev/null

@@ -232,7 +232,7 @@ def test_measurements_go_on_where_the_last_call_ended(tmp_path: Path) -> None:
     (tmp_path / "results" / "sglang").touch()
     said, told = call(200, "sglang-h", "sglang-o")
     assert told == [] and "for another call: sglang-hybrid sglang-own sglang-ours" in said
-    said, told = call(310, "sglang-h")
+    said, told = call(300, "sglang-h")
     assert len(told) == 1 and "--modes hybrid" in told[0] and "--reference" not in told[0], said
     said, told = call(200)
     assert ["h200x2-sglang-tbo" in one for one in told] == [True, True] and "for another call: vllm-dbo" in said
