@@ -216,7 +216,7 @@ def test_measurements_go_on_where_the_last_call_ended(tmp_path: Path) -> None:
     engine = tmp_path / "kernels" / "scripts" / "engine.sh"
     engine.write_text(
         '#!/bin/bash\nif [ "$2" = unpack ]; then exec test -f "$RESULTS/$1"; fi\n'
-        'out=${3##*--out }\necho "$3" >>"$RESULTS/told"\necho "{}" >"${out%% *}"\n'
+        'out=${3##*--out }\necho "$3" >>"$RESULTS/told"\necho \'{"reference": []}\' >"${out%% *}"\n'
     )
     engine.chmod(0o755)
 
