@@ -474,7 +474,7 @@ def profiled(served: Served, folder: Path, sequences: int, prompt_tokens: int, t
     shutil.rmtree(traces, ignore_errors=True)
     traces.mkdir(parents=True)
     load = {"sequences_a_rank": sequences, "prompt_tokens": prompt_tokens, "tokens": tokens}
-    body = {"output_dir": str(traces), "activities": ["GPU"]} if served.engine == "sglang" else {}
+    body = {"output_dir": str(traces), "activities": ["GPU"], "with_stack": False} if served.engine == "sglang" else {}
     load_all(served, sequences * served.ranks, tokens, prompt_tokens)  # what is compiled at its first use
     before = _look(served)
     try:
