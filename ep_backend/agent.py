@@ -174,6 +174,7 @@ def rank_status(
         "mode_desired": state["mode"],
         "mode_executed": latest.get("mode_executed"),
         "epoch": latest.get("epoch", 0),
+        "lane_rounds": [sum(lanes) for lanes in zip(*(s["lane_rounds"] for s in stats), strict=True)],
         "failed": next((s["failed"] for s in stats if s["failed"]), None),
         "timeouts": sum(int(s["timeouts"]) for s in stats),
         "modes": _sum([s["modes"] for s in stats]),

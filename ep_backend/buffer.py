@@ -419,6 +419,7 @@ class EpBuffer:
             **self._fabric.stats.as_dict(),
             "mode_executed": mode.value if mode else None,
             "epoch": epoch,
+            "lane_rounds": self._fabric.lane_rounds(),
             "max_tokens": {mode.value: tokens for mode, tokens in self.config.max_tokens.items()},
             "failed": self._error or self._fabric.failure(),
             "buffer_bytes": self._bytes,

@@ -32,6 +32,7 @@ class Buffer:
         return {
             "mode_executed": self.mode,
             "epoch": self.epoch,
+            "lane_rounds": [self.epoch, 1],
             "failed": self.failed,
             "modes": {self.mode: counters},
             "wait_s": {"0": 0.5},
@@ -75,7 +76,7 @@ def test_status_says_who_answers_and_what_was_executed(agent):
 
 def test_counters_are_sums_over_buffers(agent):
     body = status(agent(Buffer("direct", 7), Buffer("direct", 5), Buffer("normal", 9, "rank 0 stalled"))).json()
-    assert body["modes"]["direct"]["dispatches"] == 12
+    assert body["modes"]["direct"]["dispatches"] == 12 and body["lane_rounds"] == [21, 3]
     assert body["modes"]["direct"]["slots_high_water"] == 7
     assert body["modes"]["direct"]["records"] == {"local": 2, "scale_up": 4, "scale_out": 6, "forwarded": 8}
     assert body["mode_executed"] == "normal"

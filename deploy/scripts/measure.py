@@ -7,17 +7,17 @@
     measure.py compare R.json B.json
 
 FILE is a deployment with a `unified` role, such as deploy/h200x2-vllm-decode.yaml; its model is replaced: by a checkpoint with
-real weights for equality, by one of DeepSeek-V3's widths with invented weights for timing. The engine's own all-to-all is
-allgather_reducescatter in vLLM, and no expert parallelism in SGLang. Python finds the engine by its path or environment.
+real weights for equality, by one of DeepSeek-V3's widths with invented weights for timing; `--set enforce-eager=true` changes
+an argument of the engine. The engine's own all-to-all is allgather_reducescatter in vLLM, and no expert parallelism in SGLang.
+With `overlap` in FILE a measurement fails unless the engine ran two micro-batches. Python finds the engine by its path or
+environment.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import os
-import re
 import shutil
 import signal
 import statistics
@@ -37,17 +37,19 @@ import httpx
 import typer
 from ruamel.yaml import YAML
 
+from ep_backend.bench.traces import all_to_all, first_trace
 from ep_backend.checkpoint import write_checkpoint, write_shape
 from ep_backend.control.client import ControlClient
 from ep_backend.demo import make_prompts
-from ep_backend.deployment.agents import all_statuses
+from ep_backend.deployment.agents import ModeCounters, RankStatus, all_statuses
 from ep_backend.deployment.commands import down, up_detached
 from ep_backend.deployment.instances import engine_instances
 from ep_backend.deployment.load import load
-from ep_backend.deployment.processes import stop_sessions
+from ep_backend.deployment.processes import free_ports, stop_sessions
 from ep_backend.deployment.state import RunState, run_dir
 from ep_backend.deployment.view import make_console
-from ep_backend.fabric.nvshmem.launch import IMAGE_KERNELS
+from ep_backend.modes import parse_mode
+from ep_backend.policy import AUTO
 
 OWN = {"vllm": ("--all2all-backend", "allgather_reducescatter"), "sglang": ("--moe-a2a-backend", "none")}
 NEEDS_OURS = {"--enable-dbo", "--enable-two-batch-overlap"}  # refused, or without effect, with the engine's own
@@ -66,11 +68,9 @@ LEAN_PROFILE = {
 QUALIFIED = 0.9  # least share of positions whose reference is sure of its token
 MARGIN = 4.0  # sure: the two best are further apart than so many times the noise; so much may log-probabilities differ
 SHORT, LONG = 32, 160  # tokens of an answer; the difference of both is steps alone
-START_S = 400.0
-OURS = re.compile("|".join(f"^ep_{name}$" for names in IMAGE_KERNELS.values() for name in names))
-# The kernel that begins a dispatch, one a layer and micro-batch.
-BEGINS = re.compile("^ep_(dispatch|send|rail_send|ring_dispatch|expert_send)$")
-COLLECTIVE = re.compile("nccl|all_?gather|reduce_?scatter|all_?reduce|cross_device", re.IGNORECASE)
+PROMPT, LONG_PROMPT = 16, 480  # tokens of a prompt
+SPLIT = 0.5  # least share of rounds in two micro-batches
+START_S, ANSWER_S = 400.0, 120.0  # most that a start, and an answer, may take: kernels are compiled at their first use
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 File = Annotated[Path, typer.Argument(help="a deployment with a unified role", show_default=False)]
@@ -78,6 +78,11 @@ Out = Annotated[Path, typer.Option(help="the JSON to write")]
 Modes = Annotated[str, typer.Option(help="the mode to start with, and those to flip to, with commas; default: the file's")]
 Seconds = Annotated[int, typer.Option(help="give up after so long, with what there is, and stop the engine", min=1)]
 Model = Annotated[Path | None, typer.Option(help="a checkpoint instead of the one that would be written")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="an argument of the engine, for this run")]
+
+
+class GivenUp(Exception):
+    """The time is over, or somebody asked to stop."""
 
 
 @dataclass
@@ -108,6 +113,8 @@ def equality(
     model: Model = None,
     reference: Annotated[Path | None, typer.Option(help="an earlier result, whose reference is taken")] = None,
     tokens: Annotated[int, typer.Option(help="of each answer", min=1)] = 64,
+    profile: Annotated[bool, typer.Option(help="with profiles of each mode: prompts, and decoding")] = False,
+    arguments: Set = None,
     seconds: Seconds = 540,
 ) -> None:
     """Fails if a token differs where the reference is sure of it, or a log-probability by more than its noise explains."""
@@ -116,9 +123,14 @@ def equality(
     path = model or folder / "checkpoint"
     if model is None:
         write_checkpoint(path, model="deepseek-v3-100m")
-    document = _document(file, path)
+    document = _document(file, path, arguments)
+    wanted = _modes(modes, document)
+    if profile:
+        _prepare_profiles(document, folder)
     result = _facts(file, document)
     prompts = make_prompts()
+    # 16 a rank where batches are split: one with half of another's tokens would leave its second half empty.
+    copies = _role(document)["data_parallel"] if _overlaps(document) else 1
     try:
         if reference is not None:
             first, again = ([Answer(**a) for a in answers] for answers in json.loads(reference.read_text())["reference"])
@@ -128,20 +140,30 @@ def equality(
                 first = answers(served, prompts, tokens, at_once=len(prompts))
                 again = answers(served, prompts, tokens, at_once=1)
         result["reference"] = [[asdict(a) for a in answers] for answers in (first, again)]
-        _role(document)["ep"]["mode"] = (wanted := _modes(modes, document))[0]
+        _role(document)["ep"]["mode"] = wanted[0]
         with deployed(document, folder) as served:
             result["start_s"] = _since(result)
             for mode in wanted:
                 entry = result["modes"].setdefault(mode, {})
                 entry["flip"] = flip(served, document, folder, mode)
-                found = answers(served, prompts, tokens, at_once=len(prompts))
-                entry |= judge(first, again, found) | {"ranks": _executed(served, mode)}
-                _save(result, out)
+                looks = [_look(served)]
+                for length in (1, tokens) if copies > 1 else (tokens,):  # prompts alone first: are they split, too?
+                    found = answers(served, prompts * copies, length, at_once=copies * len(prompts))
+                    looks.append(_look(served))
+                entry |= judge(first * copies, again * copies, found) | {"ranks": _executed(looks[0], looks[-1], mode)}
+                if copies > 1:
+                    entry["split"] = {"prompts": _split(*looks[:2]), "decoding": _split(*looks[1:])}
+                    entry["micro_batched"] = entry["split"]["prompts"] > 0 and entry["split"]["decoding"] >= SPLIT
                 print(f"{mode}: {json.dumps({key: value for key, value in entry.items() if key != 'ranks'})}", flush=True)
+                _save(result, out)
+                if profile:
+                    entry["profile"] = profiled(served, folder, 32, PROMPT, SHORT)
+                    entry["profile_of_prompts"] = profiled(served, folder, 16, LONG_PROMPT, 1)
+                    _save(result, out)
     except Exception as error:
         result["error"] = f"{type(error).__name__}: {error}"
     _finish(result, out, folder)
-    if "error" in result or not all(entry["equal"] and entry["executed"] for entry in _flat(result)):
+    if "error" in result or not all(entry["equal"] and _went_as_asked(entry) for entry in result["modes"].values()):
         raise typer.Exit(1)
 
 
@@ -155,21 +177,23 @@ def timing(
     sequences: Annotated[str, typer.Option(help="requests at once, a rank")] = "128,64,32",
     windows: Annotated[int, typer.Option(min=1)] = 3,
     profile: Annotated[bool, typer.Option(help="with a profile at the end of each mode")] = True,
+    prompts: Annotated[bool, typer.Option(help="with a profile of prompts alone, too")] = False,
+    arguments: Set = None,
     seconds: Seconds = 540,
 ) -> None:
     """Windows of requests at once on one start; a step is what a longer answer takes more, a token."""
     _give_up_after(seconds)
     folder = _folder(out)
     path = model or folder / "shape"
-    engine = _role(_document(file, path))["engine"]
+    document = _document(file, path, arguments)
+    engine = _role(document)["engine"]
     if model is None:
         write_shape(path, "deepseek-v3-shape-fp8" if engine == "sglang" else "deepseek-v3-shape")
-    document = _document(file, path)
     _role(document)["args"]["load-format"] = "dummy"
     _role(document)["env"] |= UNIFORM[engine]
-    traces = folder / "traces"
-    if profile and engine == "vllm":
-        _role(document)["args"]["profiler-config"] = {**LEAN_PROFILE, "torch_profiler_dir": str(traces)}
+    counts = [int(count) for count in sequences.split(",")]
+    if profile:
+        _prepare_profiles(document, folder)
     if engine == "sglang":
         _role(document)["ep"]["fp8"] = True
     wanted = [OWN[engine][1]] if own else _modes(modes, document)
@@ -184,21 +208,28 @@ def timing(
                 if not own:
                     entry["flip"] = flip(served, document, folder, mode)
                 entry["finite"] = all(abs(p) < 1e4 for p in answers(served, ["warm"], SHORT, 1)[0].logprobs)
-                load_all(served, 8 * served.ranks, SHORT)
+                load_all(served, max(counts) * served.ranks, SHORT)  # what is compiled at its first use is, now
+                before = _look(served)
                 entry["windows"] = []
                 for turn in range(windows):
-                    for count in map(int, sequences.split(",")):
+                    for count in counts:
                         entry["windows"].append({"turn": turn, **window(served, count)})
                         print(mode, json.dumps(entry["windows"][-1]), flush=True)
-                if profile:
-                    entry["profile"] = profiled(served, traces)
+                    _save(result, out)
                 if not own:
-                    entry["ranks"] = _executed(served, mode)
+                    entry["ranks"] = _executed(before, now := _look(served), mode)
+                    if _overlaps(document):
+                        entry["split"] = {"decoding": _split(before, now)}
+                        entry["micro_batched"] = entry["split"]["decoding"] >= SPLIT
+                if profile:
+                    entry["profile"] = profiled(served, folder, 64, PROMPT, SHORT)
+                    if prompts:
+                        entry["profile_of_prompts"] = profiled(served, folder, 16, LONG_PROMPT, 1)
                 _save(result, out)
     except Exception as error:
         result["error"] = f"{type(error).__name__}: {error}"
     _finish(result, out, folder)
-    if "error" in result:
+    if "error" in result or not (own or all(_went_as_asked(entry) for entry in result["modes"].values())):
         raise typer.Exit(1)
 
 
@@ -210,7 +241,9 @@ def compare(ours: Path, own: Path) -> None:
         for count, step in _steps(entry).items():
             print(f"{mode}, {count} sequences a rank: step {step:.3f} ms, the engine's own {_steps(base)[count]:.3f} ms")
         for name, found in (("it", entry), ("the engine's own", base)):
-            print(f"{mode}: all-to-all of {name}, us a layer: {found.get('profile', {}).get('us_a_layer')}")
+            us = found.get("profile", {})
+            parts = f"dispatch {us.get('dispatch_us_a_layer')}, combine {us.get('combine_us_a_layer')}"
+            print(f"{mode}: all-to-all of {name}, us a layer: {us.get('us_a_layer')} ({parts})")
 
 
 # Serving.
@@ -219,12 +252,13 @@ def compare(ours: Path, own: Path) -> None:
 @contextmanager
 def deployed(document: dict[str, Any], folder: Path) -> Iterator[Served]:
     file = _write(document, folder)
-    state = up_detached(file, make_console())
+    name = document["name"]
     try:
+        state = up_detached(file, make_console())
         yield Served(_role(document)["engine"], state.url, state.served_name, _role(document)["data_parallel"], state)
     finally:
-        _keep_logs(run_dir(state.name), folder)
-        down(state.name)
+        _keep_logs(run_dir(name), folder)
+        down(name)
 
 
 @contextmanager
@@ -280,26 +314,55 @@ def flip(served: Served, document: dict[str, Any], folder: Path, mode: str) -> d
     return {"seconds": round(time.monotonic() - started, 2), "flips": [f.model_dump() for f in applied.flips]}
 
 
-def _executed(served: Served, mode: str) -> list[dict[str, Any]]:
-    """What every rank's buffer says."""
-    assert served.state is not None
+def _look(served: Served) -> list[RankStatus]:
+    """What every rank's buffer says; nothing without this backend."""
+    return [] if served.state is None else all_statuses(served.state)
+
+
+def _executed(before: list[RankStatus], now: list[RankStatus], mode: str) -> list[dict[str, Any]]:
+    """What every rank's buffer did between two looks."""
     keys = ("rank", "mode_desired", "mode_executed", "epoch", "failed", "error", "max_tokens", "expert_rows", "sms", "graphs")
     found = []
-    for status in all_statuses(served.state):
-        dispatches = {name: counters.dispatches for name, counters in status.modes.items() if counters.dispatches}
+    for was, status in zip(before, now, strict=True):
+        since = {name: c.since(was.modes.get(name, ModeCounters())).dispatches for name, c in status.modes.items()}
+        dispatches = {name: count for name, count in since.items() if count}
         # Not its last one's mode: a unified SGLang runs both families.
-        ran = bool(dispatches) if mode == "auto" else mode in dispatches
+        ran = bool(dispatches) if mode == AUTO else mode in dispatches
         asked = ran and not status.failed and not status.error
-        found.append({**status.model_dump(include=set(keys)), "dispatches": dispatches, "as_asked": asked})
+        rounds = _rounds(was, status)
+        keep = status.model_dump(include=set(keys))
+        found.append({**keep, "dispatches": dispatches, "lane_rounds": rounds, "as_asked": asked})
     return found
+
+
+def _rounds(was: RankStatus, now: RankStatus) -> list[int]:
+    """Rounds of each micro-batch between two looks at a rank."""
+    return [after - before for before, after in zip(was.lane_rounds, now.lane_rounds, strict=False)]  # none: no answer
+
+
+def _split(before: list[RankStatus], now: list[RankStatus]) -> float:
+    """The share of batches, a layer each, that ran as two micro-batches: the second has lane 1, all else lane 0."""
+    shares = []
+    for was, status in zip(before, now, strict=True):
+        first, *second = _rounds(was, status) or [0]
+        shares.append(sum(second) / first if first else 0.0)
+    return round(min(shares, default=0.0), 4)
+
+
+def _went_as_asked(entry: dict[str, Any]) -> bool:
+    """Every rank ran the mode; where two micro-batches were asked for, there were two."""
+    return all(rank["as_asked"] for rank in entry["ranks"]) and entry.get("micro_batched", True)
 
 
 # Equality.
 
 
 def answers(served: Served, prompts: list[str], tokens: int, at_once: int) -> list[Answer]:
-    with ThreadPoolExecutor(at_once) as pool:
+    pool = ThreadPoolExecutor(at_once)
+    try:
         return list(pool.map(lambda prompt: scored(served, prompt, tokens), prompts))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # an engine that hangs must not keep this process from stopping it
 
 
 def scored(served: Served, prompt: str, tokens: int) -> Answer:
@@ -380,15 +443,15 @@ def window(served: Served, sequences: int) -> dict[str, Any]:
     }
 
 
-def load_all(served: Served, count: int, tokens: int) -> float:
+def load_all(served: Served, count: int, tokens: int, prompt_tokens: int = PROMPT) -> float:
     """Seconds until all of so many requests sent at once are answered with so many tokens."""
 
     async def run() -> float:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=served.url, limits=limits, timeout=300.0, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=served.url, limits=limits, timeout=ANSWER_S, trust_env=False) as client:
 
             async def one(number: int) -> None:
-                prompt = f"{number:08d} is what"
+                prompt = f"{number:08d} is what".ljust(prompt_tokens, "?")  # a byte is a token
                 body: dict[str, Any]
                 if served.engine == "sglang":
                     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
@@ -405,80 +468,55 @@ def load_all(served: Served, count: int, tokens: int) -> float:
     return asyncio.run(run())
 
 
-def profiled(served: Served, traces: Path) -> dict[str, Any]:
-    """Kernels of a load of 64 sequences a rank, as the first rank's trace has them."""
+def profiled(served: Served, folder: Path, sequences: int, prompt_tokens: int, tokens: int) -> dict[str, Any]:
+    """Kernels of a load, as the first rank's trace has them. What goes wrong here costs the profile alone."""
+    traces = folder / "traces"
     shutil.rmtree(traces, ignore_errors=True)
     traces.mkdir(parents=True)
-    body = {"output_dir": str(traces), "activities": ["GPU"]} if served.engine == "sglang" else {}
-    httpx.post(f"{served.url}/start_profile", json=body or None, timeout=120.0, trust_env=False).raise_for_status()
-    load_all(served, 64 * served.ranks, SHORT)
-    httpx.post(f"{served.url}/stop_profile", timeout=240.0, trust_env=False).raise_for_status()
-    deadline, found = time.monotonic() + 60.0, []
-    while time.monotonic() < deadline and not (found := sorted(p for p in traces.rglob("*.json*") if p.stat().st_size)):
-        time.sleep(1.0)
-    time.sleep(3.0)  # the last one may still be written
-    for path in found:
-        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        if kernels := [e for e in json.loads(text)["traceEvents"] if e.get("cat") == "kernel"]:
-            return {"trace": path.name, **all_to_all(kernels)}
-    return {"error": f"no kernels in {[p.name for p in found]}"}
-
-
-def all_to_all(kernels: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a trace's kernels say of the all-to-all: ours if there are any, else the collectives.
-
-    ``us_a_layer`` is all its kernels' time by the number of dispatches (collectives: of the rarest kind of kernel that there
-    is a hundredth of). ``overlapped``: the share of its time in which another kernel ran, too.
-    """
-    by_name: dict[str, list[float]] = defaultdict(list)
-    for kernel in kernels:
-        by_name[kernel["name"]].append(kernel["dur"])
-    ours = {name for name in by_name if OURS.match(name)}
-    names = ours or {name for name in by_name if COLLECTIVE.search(name)}
-    layers = sum(len(us) for name, us in by_name.items() if BEGINS.match(name))
-    if names and not ours:
-        counts = [len(by_name[name]) for name in names]
-        layers = min(count for count in counts if count * 100 >= max(counts))
-    total = sum(sum(by_name[name]) for name in names)
-    top = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:40]
-    return {
-        "layers": layers,
-        "us_a_layer": round(total / layers, 2) if layers else None,
-        "overlapped": _overlapped(kernels, names),
-        "kernels": [{"name": n[:100], "calls": len(us), "median_us": statistics.median(us), "us": sum(us)} for n, us in top],
-    }
-
-
-def _overlapped(kernels: list[dict[str, Any]], names: set[str]) -> float | None:
-    others = sorted((k["ts"], k["ts"] + k["dur"]) for k in kernels if k["name"] not in names)
-    merged: list[list[float]] = []
-    for begin, end in others:
-        if merged and begin <= merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], end)
-        else:
-            merged.append([begin, end])
-    total = both = 0.0
-    at = 0
-    for begin, end in sorted((k["ts"], k["ts"] + k["dur"]) for k in kernels if k["name"] in names):
-        total += end - begin
-        while at < len(merged) and merged[at][1] <= begin:
-            at += 1
-        for first, last in merged[at:]:
-            if first >= end:
-                break
-            both += min(end, last) - max(begin, first)
-    return round(both / total, 4) if total else None
+    load = {"sequences_a_rank": sequences, "prompt_tokens": prompt_tokens, "tokens": tokens}
+    body = {"output_dir": str(traces), "activities": ["GPU"], "with_stack": False} if served.engine == "sglang" else {}
+    load_all(served, sequences * served.ranks, tokens, prompt_tokens)  # what is compiled at its first use
+    before = _look(served)
+    try:
+        httpx.post(f"{served.url}/start_profile", json=body or None, timeout=120.0, trust_env=False).raise_for_status()
+        load_all(served, sequences * served.ranks, tokens, prompt_tokens)
+        now = _look(served)
+        httpx.post(f"{served.url}/stop_profile", timeout=120.0, trust_env=False).raise_for_status()
+        path, kernels = first_trace(traces)
+    except (httpx.HTTPError, OSError, ValueError) as error:
+        return {**load, "error": f"{type(error).__name__}: {error}"}
+    rounds = [sum(_rounds(was, status)) for was, status in zip(before, now, strict=True)]
+    found = {**load, "trace": path.name, **all_to_all(kernels, rounds[0] if rounds else None)}
+    summary = {key: value for key, value in found.items() if key != "kernels"}
+    print(f"profile: {json.dumps(summary)}", flush=True)
+    return found
 
 
 # Files.
 
 
-def _document(file: Path, model: Path) -> dict[str, Any]:
+def _document(file: Path, model: Path, arguments: list[str] | None) -> dict[str, Any]:
     document: dict[str, Any] = YAML(typ="safe").load(file)
     document["model"]["path"] = str(model.resolve())
-    document["roles"]["unified"].setdefault("args", {})
+    document["router"] = {"port": free_ports(1)}  # others may measure beside it
     document["roles"]["unified"].setdefault("env", {})
+    args = document["roles"]["unified"].setdefault("args", {})
+    for argument in arguments or []:
+        name, is_there, value = argument.partition("=")
+        if not is_there:
+            raise typer.BadParameter(f"--set {argument}: give NAME=VALUE")
+        args[name] = YAML(typ="safe").load(value)
     return document
+
+
+def _prepare_profiles(document: dict[str, Any], folder: Path) -> None:
+    """vLLM has to know from the start."""
+    if _role(document)["engine"] == "vllm":
+        _role(document)["args"]["profiler-config"] = {**LEAN_PROFILE, "torch_profiler_dir": str(folder / "traces")}
+
+
+def _overlaps(document: dict[str, Any]) -> bool:
+    return _role(document)["ep"].get("overlap", "none") != "none"
 
 
 def _role(document: dict[str, Any]) -> dict[str, Any]:
@@ -503,11 +541,11 @@ def _folder(out: Path) -> Path:
 
 
 def _modes(modes: str, document: dict[str, Any]) -> list[str]:
-    return modes.split(",") if modes else [_role(document)["ep"]["mode"]]
-
-
-def _flat(result: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{**entry, "executed": all(rank["as_asked"] for rank in entry["ranks"])} for entry in result["modes"].values()]
+    wanted = modes.split(",") if modes else [_role(document)["ep"]["mode"]]
+    for mode in wanted:
+        if mode != AUTO:
+            parse_mode(mode)  # before minutes of a start
+    return wanted
 
 
 def _steps(entry: dict[str, Any]) -> dict[int, float]:
@@ -563,7 +601,7 @@ def _give_up_after(seconds: int) -> None:
     """An engine that outlives this process would keep the GPUs."""
 
     def stop(number: int, _: object) -> None:
-        raise TimeoutError(f"not done after {seconds} s" if number == signal.SIGALRM else "asked to stop")
+        raise GivenUp(f"not done after {seconds} s" if number == signal.SIGALRM else "asked to stop")
 
     for number in (signal.SIGALRM, signal.SIGTERM):
         signal.signal(number, stop)
@@ -572,7 +610,7 @@ def _give_up_after(seconds: int) -> None:
 
 def _keep_logs(source: Path, folder: Path) -> None:
     """The ends of a run's logs."""
-    for log in source.glob("*.log") if source.is_dir() else [source]:
+    for log in [source] if source.suffix == ".log" else source.glob("*.log"):
         (folder / log.name).write_text(_tail(log, 200_000))
 
 
@@ -581,7 +619,7 @@ def _tail(log: Path, size: int = 3000) -> str:
 
 
 def _post(served: Served, route: str, body: dict[str, Any]) -> dict[str, Any]:
-    response = httpx.post(f"{served.url}{route}", json=body, timeout=300.0, trust_env=False)
+    response = httpx.post(f"{served.url}{route}", json=body, timeout=ANSWER_S, trust_env=False)
     if response.is_error:
         raise RuntimeError(f"{route}: status {response.status_code}: {response.text[:500]}")
     answer: dict[str, Any] = response.json()

@@ -75,6 +75,7 @@ class RankStatus(BaseModel):
     mode_desired: str | None = None
     mode_executed: str | None = None
     epoch: int | None = None
+    lane_rounds: list[int] = []  # finished, of each micro-batch
     failed: str | None = None
     timeouts: int = 0
     modes: dict[str, ModeCounters] = {}

@@ -91,6 +91,9 @@ class Fabric(Protocol):
     def executed(self) -> tuple[Mode | None, int]:
         """Mode and epoch of the last dispatch, from the record of whatever carried it out."""
 
+    def lane_rounds(self) -> list[int]:
+        """Rounds that were finished, by lane; the record is that of :meth:`executed`."""
+
     def abort(self, reason: str) -> None:
         """Fail the buffer on every rank that can be reached."""
 

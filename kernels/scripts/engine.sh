@@ -3,6 +3,7 @@
 #   engine.sh vllm|sglang layers [pytest arguments]   real experts behind the plug-in, in processes that share the GPU
 #   engine.sh vllm|sglang one_rank                    the engine itself with the plug-in installed and another backend chosen
 #   engine.sh vllm|sglang sh 'COMMANDS'              others, such as deploy/scripts/measure.py, with the engine on Python's path
+#   engine.sh vllm|sglang unpack                      no more than that; fails until both packs have been carried
 # Unpacks what bundle.py packed and the command carried (.bundle/ENGINE-*.tar.xz), over what commands before it left in /tmp:
 # layers needs ENGINE-layers.tar.xz, the others ENGINE-server.tar.xz as well. CUDA images are carried too (ep_backend/images), or
 # compiled here.
@@ -21,23 +22,38 @@ started=$SECONDS
 shopt -s nullglob
 mkdir -p "$site"
 for part in .bundle/"$engine"-*.tar.xz; do
+  known=$site/.$(basename "$part")
+  if [ "$known" -nt "$part" ]; then continue; fi
   tar -xJf "$part" -C "$site"
   unpacked=1
+  rm -f "$site/.named"
+  touch "$known"
 done
-if [ ! -d "$site/$engine" ]; then
+if [ "$step" != unpack ] && [ ! -d "$site/$engine" ]; then
   echo "$engine is not on this machine: carry .bundle/$engine-layers.tar.xz, which kernels/scripts/bundle.py makes" >&2
   exit 2
 fi
-if [ -n "${unpacked:-}" ]; then python3 -m compileall -q -j 0 "$site" >/dev/null || true; fi # some files are templates
+unset PYTHONDONTWRITEBYTECODE
+if [ -n "${unpacked:-}" ]; then
+  # An engine's processes import one after the other, what the host has of torch too, and that may lack bytecode.
+  installed=$(python3 -c 'import importlib.util, pathlib; print(pathlib.Path(importlib.util.find_spec("torch").origin).parents[1])')
+  python3 -m compileall -q -j 0 "$site" "$installed" >/dev/null 2>&1 || true # some files are templates
+fi
+if [ "$step" = unpack ]; then exec test -f "$site/.$engine-layers.tar.xz" -a -f "$site/.$engine-server.tar.xz"; fi
 if [ ! -f ep_backend/images/images.json ]; then python3 kernels/build.py >/dev/null; fi
 EP_CUDA=0 python3 setup.py -q egg_info # the plug-in's entry point
 echo "unpacked and built in $((SECONDS - started)) s"
-PYTHONPATH=$PWD:$site python3 - "$engine" <<'EOF'
-import importlib.metadata as m, sys, torch, nvshmem.core
+# Once after unpacking: imports take seconds.
+[ -f "$site/.named" ] || PYTHONPATH=$PWD:$site python3 - "$engine" <<'EOF'
+import importlib.metadata as m, sys, time
+began = time.monotonic()
+import torch, nvshmem.core
+print(f"torch and NVSHMEM imported in {time.monotonic() - began:.1f} s")
 names = [sys.argv[1], "torch", "triton", "transformers", "nvshmem4py-cu13", "cuda-core"]
 print(torch.cuda.get_device_name(0), "CUDA", torch.version.cuda, "NVSHMEM", nvshmem.core.get_version().libnvshmem_version)
 print(*(f"{name} {m.version(name)}" for name in names), sep=", ")
 EOF
+touch "$site/.named"
 left=$((570 - (SECONDS - started)))
 case $step in
 layers)

@@ -24,6 +24,7 @@ def said(fn: Any) -> tuple[str, str]:
 def two_micro_batches(world: World, mode: str, hook: bool, rounds: int) -> None:
     """a.dispatch, b.dispatch, b.combine, a.combine; with hooks every receive phase comes as late as it may."""
     buffer = world.buffer(gpus_per_node=2 if world.size == 4 else None)
+    before = buffer.stats()["lane_rounds"]
     for n in range(rounds):
         tokens = [(5 * r + n) % 13 for r in range(world.size)]
         a = Round(world, buffer, oracle.make_case(2 * n, tokens), mode, lane=0, hook=hook)
@@ -36,6 +37,7 @@ def two_micro_batches(world: World, mode: str, hook: bool, rounds: int) -> None:
         a.combine()
         a.collect()
         b.collect()
+    assert [after - was for was, after in zip(before, buffer.stats()["lane_rounds"], strict=True)] == [rounds, rounds]
 
 
 @pytest.mark.parametrize("mode,hook", [("normal", False), *itertools.product(HOOKED, (False, True))])

@@ -62,6 +62,7 @@ def sequence(world: World, seed: int, steps: int, **arguments: Any) -> dict[str,
                 raise AssertionError(f"after {done} rounds, {[str(r) for r in rounds]}: {e}") from e
         done += len(rounds)
     stats = buffer.stats()
+    assert sum(stats["lane_rounds"]) == done
     buffer.destroy()
     return {name: m["combines"] for name, m in stats["modes"].items()}
 

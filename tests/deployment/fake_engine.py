@@ -2,7 +2,8 @@
 """Stands for `vllm` and `vllm-router`: the same flags, health and status routes, processes and shared memory, no model.
 
 FAKE_DIES makes the engine of that role end while loading, FAKE_LOADS_S lets it load that long, FAKE_SHUTS_DOWN lets it end
-with status 0 when a rank has died. A prompt of more than 100 words is refused as vLLM refuses one that is too long.
+with status 0 when a rank has died, FAKE_SPLITS is the share of batches that it runs as two. An answer with log-probabilities
+counts as a dispatch of every rank. A prompt of more than 100 words is refused as vLLM refuses one that is too long.
 """
 
 import json
@@ -15,6 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+answered = multiprocessing.Value("q", 0)  # by the engine, for its ranks
+
 
 def flag(name: str) -> str:
     return sys.argv[sys.argv.index(name) + 1]
@@ -23,6 +26,10 @@ def flag(name: str) -> str:
 def serve(port: int, answers: dict[str, Any]) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if self.path == "/status":
+                done = answered.value
+                answers["/status"]["lane_rounds"] = [3 + done, int(done * float(os.environ.get("FAKE_SPLITS", "0")))]
+                next(iter(answers["/status"]["modes"].values()))["dispatches"] = 3 + done
             self.reply(answers.get(self.path))
 
         def do_POST(self) -> None:
@@ -38,6 +45,8 @@ def serve(port: int, answers: dict[str, Any]) -> None:
                 return self.reply({"error": error}, 400)
             choice: dict[str, Any] = {"message": {"content": "fine"}, "token_ids": [1, 2]}
             if "logprobs" in body:
+                with answered.get_lock():
+                    answered.value += 1
                 count = body["max_tokens"]
                 best = {"token_id:1": -0.1, "token_id:2": -3.0}
                 choice |= {"token_ids": [1] * count}
@@ -54,6 +63,7 @@ def serve(port: int, answers: dict[str, Any]) -> None:
         def log_message(self, *_: object) -> None:
             pass
 
+    ThreadingHTTPServer.request_queue_size = 64  # a measurement asks many questions at once
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 

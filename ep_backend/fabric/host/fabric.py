@@ -49,6 +49,7 @@ class HostFabric:
         self._regions = layout.lane(self.shape)
         self._failure: str | None = None
         self._executed: tuple[Mode | None, int] = (None, 0)
+        self._lane_rounds = [0] * config.lanes
         self._heap = Heap(self.allocated_bytes, meeting)
 
     # The four phases of a call.
@@ -83,6 +84,7 @@ class HostFabric:
     def finish_combine(self, call: Call, out: torch.Tensor) -> None:
         with self.stats.mode(call.mode.value).combine.timed("receive"):
             _protocol(call.mode).finish_combine(self, call, out)
+        self._lane_rounds[call.lane] += 1
         if self.faults.corrupt_combine and out.numel():
             out[:, 0] += 1
 
@@ -159,6 +161,9 @@ class HostFabric:
 
     def executed(self) -> tuple[Mode | None, int]:
         return self._executed
+
+    def lane_rounds(self) -> list[int]:
+        return list(self._lane_rounds)
 
     def abort(self, reason: str) -> None:
         self._failure = self._failure or reason

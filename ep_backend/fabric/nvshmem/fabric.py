@@ -348,6 +348,9 @@ class NvshmemFabric:
         _, _, mode, epoch = self._control.tolist()
         return (list(Mode)[mode - 1] if mode else None), epoch
 
+    def lane_rounds(self) -> list[int]:
+        return [epoch - 1 for epoch, *_ in self._lanes.tolist()]
+
     def abort(self, reason: str) -> None:
         self._reason = self._reason or reason
         for peer in self._heap.peers if self._heap.base else ():

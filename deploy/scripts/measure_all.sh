@@ -1,0 +1,91 @@
+#!/bin/bash
+# What is still to be measured of both engines on a host of two H200, a call after the other:
+#   measure_all.sh [NAME…]    the runs whose names begin so, else all
+# A call takes those of the list, in order, that are not done and still fit into CALL_S seconds (570): call it again until
+# all are done. Results and ends of logs are in RESULTS (/tmp/measure; without its NAME.json a run is done again), and after
+# each run in $OUT/measured-FIRST-NAME.tgz. An engine's runs wait until both its packs have been carried (see
+# kernels/scripts/engine.sh), in one call or in two. The answers of its own all-to-all are those of an earlier result,
+# .bundle/reference-ENGINE.json, or cost a start more once.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+results=${RESULTS:-/tmp/measure} out=${OUT:-/tmp}
+mkdir -p "$results"
+cp .bundle/reference-*.json "$results" 2>/dev/null
+
+# Name, seconds as expected, and what measure.py is told; the most wanted come first. Overlap in a model as wide as
+# DeepSeek-V3 (-wide) comes last: the small one's profiles tell whether there is any.
+runs="
+sglang-hybrid        135 equality deploy/h200x2-sglang.yaml --modes hybrid
+sglang-tbo           175 equality deploy/h200x2-sglang-tbo.yaml --profile
+vllm-dbo             180 equality deploy/h200x2-vllm-dbo.yaml --modes low_latency,hybrid --profile
+vllm-own             200 timing deploy/h200x2-vllm-decode.yaml --baseline
+vllm-ours            220 timing deploy/h200x2-vllm-decode.yaml --modes low_latency,hybrid
+vllm-eager           110 equality deploy/h200x2-vllm-decode.yaml --modes low_latency,hybrid --set enforce-eager=true
+vllm-dbo-prefill     165 equality deploy/h200x2-vllm-dbo-prefill.yaml --modes direct,normal --profile
+sglang-own           205 timing deploy/h200x2-sglang.yaml --baseline
+sglang-ours          205 timing deploy/h200x2-sglang.yaml
+vllm-eager-prefill   110 equality deploy/h200x2-vllm-prefill.yaml --modes direct,normal --set enforce-eager=true
+vllm-dbo-wide        170 timing deploy/h200x2-vllm-dbo.yaml --sequences 64 --windows 1 --prompts
+vllm-dbo-prefill-wide 190 timing deploy/h200x2-vllm-dbo-prefill.yaml --modes direct,normal --sequences 64 --windows 1 --prompts
+sglang-tbo-wide      180 timing deploy/h200x2-sglang-tbo.yaml --sequences 64 --windows 1 --prompts
+"
+
+left() { echo $((${CALL_S:-570} - SECONDS)); }
+
+chosen() {
+  local name=$1 wish
+  shift
+  [ $# = 0 ] && return 0
+  for wish; do [[ $name == "$wish"* ]] && return 0; done
+  return 1
+}
+
+declare -A unpacking ready
+for engine in sglang vllm; do
+  kernels/scripts/engine.sh "$engine" unpack &
+  unpacking[$engine]=$!
+done
+for engine in sglang vllm; do wait "${unpacking[$engine]}" && ready[$engine]=1; done
+echo "unpacked after $SECONDS s: ${!ready[*]}"
+
+waiting=
+while read -r name expected what; do
+  [ -n "$name" ] && chosen "$name" "$@" || continue
+  engine=${name%%-*}
+  [ -f "$results/$name.json" ] && continue
+  if [ -z "${ready[$engine]:-}" ]; then
+    waiting+=" $name"
+    continue
+  fi
+  given=()
+  if [[ $what == equality* ]]; then
+    if [ -f "$results/reference-$engine.json" ]; then
+      given=(--reference "$results/reference-$engine.json")
+    else
+      expected=$((expected + 150))
+    fi
+  fi
+  if [ "$expected" -gt "$(left)" ]; then
+    waiting+=" $name"
+    continue
+  fi
+  most=$((expected * 3 / 2)) began=$SECONDS # then it gives up, and takes some 15 s to stop the engine
+  if [ $most -gt $(($(left) - 5)) ]; then most=$(($(left) - 5)); fi
+  # shellcheck disable=SC2086 # words of the list
+  kernels/scripts/engine.sh "$engine" sh "exec python3 deploy/scripts/measure.py $what ${given[*]} \
+    --out $results/$name.json --seconds $most" >"$results/$name.out" 2>&1 </dev/null
+  status=$?
+  if [ ! -f "$results/reference-$engine.json" ] && grep -qs '"reference"' "$results/$name.json"; then
+    cp "$results/$name.json" "$results/reference-$engine.json"
+  fi
+  echo "$name: status $status after $((SECONDS - began)) s, $expected expected; $(left) s left"
+  tail -n 12 "$results/$name.out" | cut -c1-900
+  tar -czf "$out/measured-${1:-all}.tgz" -C "$results" --exclude 'reference-*' .
+done <<<"$runs"
+echo "${waiting:+for another call:}${waiting:-all are done}"
+for engine in vllm sglang; do
+  if [ -f "$results/$engine-own.json" ] && [ -f "$results/$engine-ours.json" ]; then
+    PYTHONPATH=$PWD:/tmp/ep-engine/$engine \
+      python3 deploy/scripts/measure.py compare "$results/$engine-ours.json" "$results/$engine-own.json" || true
+  fi
+done

@@ -1,0 +1,117 @@
+"""What a trace of torch's profiler says of the all-to-all of a model's layers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import statistics
+import time
+import zlib
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from ep_backend.fabric.nvshmem.launch import IMAGE_KERNELS
+
+OURS = re.compile("|".join(f"^ep_{name}$" for names in IMAGE_KERNELS.values() for name in names))
+# The kernel that begins a dispatch, one a layer and micro-batch; and both ends of one whose phases are apart.
+BEGINS = re.compile("^ep_(dispatch|send|rail_send|ring_dispatch|expert_send)$")
+SENDS = re.compile("^ep_(dispatch|send|rail_send|expert_send)$")
+RECEIVES = re.compile("^ep_(dispatch|await|expert_await)$")
+COMBINES = re.compile(
+    "^ep_(combine|sums|rail_return|rail_sum|ring_combine|expert_return|expert_sum)$|reduce_?scatter|all_?reduce|cross_device",
+    re.IGNORECASE,
+)
+COLLECTIVE = re.compile("nccl|all_?gather|reduce_?scatter|all_?reduce|cross_device", re.IGNORECASE)
+
+
+def first_trace(traces: Path, seconds: float = 60.0) -> tuple[Path, list[dict[str, Any]]]:
+    """The first whole trace with kernels in a folder; TimeoutError if there is none so soon."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for path in sorted(traces.rglob("*.json*")):
+            try:
+                text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+                events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
+            except (EOFError, OSError, ValueError, zlib.error):  # still being written
+                continue
+            if kernels := [event for event in events if event.get("cat") == "kernel"]:
+                return path, kernels
+        time.sleep(1.0)
+    raise TimeoutError(f"no kernels in {[path.name for path in traces.rglob('*')]}")
+
+
+def all_to_all(kernels: list[dict[str, Any]], layers: int | None = None) -> dict[str, Any]:
+    """What a trace's kernels say of the all-to-all: ours if there are any, else the collectives.
+
+    ``us_a_layer`` is all its kernels' time by the number of dispatches: ``layers``, or as many as begin one (collectives: of
+    the rarest kind of kernel that there is a hundredth of). ``overlapped``: the share of its time in which another kernel
+    ran, too. ``between``: what ran between the phases of a dispatch.
+    """
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for kernel in kernels:
+        by_name[kernel["name"]].append(kernel["dur"])
+    ours = {name for name in by_name if OURS.match(name)}
+    names = ours or {name for name in by_name if COLLECTIVE.search(name)}
+    layers = layers or sum(len(us) for name, us in by_name.items() if BEGINS.match(name))
+    if names and not ours:
+        counts = [len(by_name[name]) for name in names]
+        layers = min(count for count in counts if count * 100 >= max(counts))
+    combine = sum(sum(by_name[name]) for name in names if COMBINES.search(name))
+    total = sum(sum(by_name[name]) for name in names)
+
+    def a_layer(us: float) -> float | None:
+        return round(us / layers, 2) if layers else None
+
+    top = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:40]
+    return {
+        "layers": layers,
+        "us_a_layer": a_layer(total),
+        "dispatch_us_a_layer": a_layer(total - combine),
+        "combine_us_a_layer": a_layer(combine),
+        "overlapped": _overlapped(kernels, names),
+        "between": between(kernels),
+        "kernels": [{"name": n[:100], "calls": len(us), "median_us": statistics.median(us), "us": sum(us)} for n, us in top],
+    }
+
+
+def between(kernels: list[dict[str, Any]]) -> dict[str, Any]:
+    """Dispatches whose phases are apart, and the time of other kernels that began between the end of a send and the receive.
+
+    With two micro-batches that is the other one's work, while records are under way: also where one stream runs both.
+    """
+    sent: float | None = None
+    work, found = 0.0, []
+    for kernel in sorted(kernels, key=lambda kernel: kernel["ts"]):
+        if sent is not None and RECEIVES.match(kernel["name"]):
+            found.append(work)
+            sent = None
+        elif SENDS.match(kernel["name"]):
+            sent, work = kernel["ts"] + kernel["dur"], 0.0
+        elif sent is not None and kernel["ts"] >= sent and not OURS.match(kernel["name"]):
+            work += kernel["dur"]
+    with_work = [us for us in found if us]
+    median = round(statistics.median(with_work), 2) if with_work else None
+    return {"dispatches": len(found), "with_work": len(with_work), "median_us": median}
+
+
+def _overlapped(kernels: list[dict[str, Any]], names: set[str]) -> float | None:
+    others = sorted((k["ts"], k["ts"] + k["dur"]) for k in kernels if k["name"] not in names)
+    merged: list[list[float]] = []
+    for begin, end in others:
+        if merged and begin <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([begin, end])
+    total = both = 0.0
+    at = 0
+    for begin, end in sorted((k["ts"], k["ts"] + k["dur"]) for k in kernels if k["name"] in names):
+        total += end - begin
+        while at < len(merged) and merged[at][1] <= begin:
+            at += 1
+        for first, last in merged[at:]:
+            if first >= end:
+                break
+            both += min(end, last) - max(begin, first)
+    return round(both / total, 4) if total else None
