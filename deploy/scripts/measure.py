@@ -559,9 +559,11 @@ def _steps(entry: dict[str, Any]) -> dict[int, float]:
 def _facts(file: Path, document: dict[str, Any]) -> dict[str, Any]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     gpus = subprocess.run(query, capture_output=True, text=True).stdout.split("\n") if shutil.which("nvidia-smi") else []
+    shown = json.loads(json.dumps(document))
+    shown["model"]["path"] = Path(shown["model"]["path"]).name  # of no use on another machine
     return {
         **{"file": str(file), "began": datetime.now(UTC).isoformat(timespec="seconds"), "gpus": [g for g in gpus if g]},
-        **{"commit": os.environ.get("COMMIT") or _commit(), "deployment": json.loads(json.dumps(document))},
+        **{"commit": os.environ.get("COMMIT") or _commit(), "deployment": shown},
         **{"versions": {name: _version(name) for name in ("vllm", "sglang", "torch", "triton", "transformers")}, "modes": {}},
     }
 
