@@ -28,7 +28,8 @@ ScaleFormat = Literal["fp32", "ue8m0"]
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """What combine needs to answer a dispatch. Opaque; valid until its combine."""
+    """What combine needs to answer a dispatch. Opaque. Its combine ends it; a later dispatch may still repeat its routing, for
+    which it keeps the caller's topk_ids and topk_weights."""
 
     call: Call
     owner: EpBuffer
@@ -237,8 +238,9 @@ class EpBuffer:
         Args:
             x: [T, H] bf16 (fp32 on a buffer with that payload), or (e4m3 [T, H], scales [T, H/128] fp32 or
                 [T, ceil(H/512)] int32). T may be 0 and may differ between ranks.
-            topk_ids: [T, K] int32 or int64 global expert ids; -1 for no expert; duplicates sum.
-            topk_weights: [T, K] fp32.
+            topk_ids: [T, K] int32 or int64 global expert ids; -1 for no expert; duplicates sum. Combine reads them again, as
+                does a dispatch that repeats them: leave them as they are until then. x is free once the dispatch is done.
+            topk_weights: [T, K] fp32, likewise.
             mode: one that the buffer has capacity for; equal on all ranks, like layout, lane and payload.
             layout: "compact" or "masked"; default the mode's own.
             lane: which micro-batch.
@@ -251,8 +253,10 @@ class EpBuffer:
             sms: most SMs the kernels use (CUDA only).
 
         Raises:
-            ValueError, TypeError: an argument breaks a rule; nothing was sent and the buffer goes on working.
-            EpRefused: a peer's arguments did; the buffer goes on working.
+            ValueError, TypeError: an argument breaks a rule; nothing was sent and the buffer goes on working. On GPUs the host
+                does not read topk_ids: an id outside the model is an EpError, and the buffer is failed.
+            EpRefused: a peer's arguments did; the buffer goes on working. On the host fabric; on GPUs peers wait for the rank,
+                which may call again until their timeout.
             EpTimeout, EpDisagree, EpFailed: the buffer is failed and must be rebuilt on all ranks.
             RuntimeError: the lane still has an operation in flight.
         """
@@ -354,6 +358,11 @@ class EpBuffer:
         Each partial sum that leaves a rank is rounded once to y's dtype, then the result.
         """
         self._check_alive()
+        if not isinstance(handle, Handle):
+            raise TypeError(f"handle is a {type(handle).__name__}; give the handle of the dispatch's result")
+        for name, t in (("y", y), ("out", out)):
+            if not isinstance(t, torch.Tensor) and (t is not None or name == "y"):
+                raise TypeError(f"{name} is a {type(t).__name__}; give a torch.Tensor")
         call = handle.call
         state = self._lanes[call.lane]
         if handle.owner is not self or state.call is not call or state.pending != "combine":
@@ -404,8 +413,8 @@ class EpBuffer:
 
         How ranks change something at the same step without a barrier: see :meth:`agreed`.
         """
-        if not 0 <= token <= 255:
-            raise ValueError(f"token={token}; a proposal is a number from 1 to 255, or 0 for none")
+        if not isinstance(token, int) or not 0 <= token <= 255:
+            raise ValueError(f"token={token!r}; a proposal is a number from 1 to 255, or 0 for none")
         self._fabric.proposal = token
 
     def agreed(self) -> int:
@@ -431,6 +440,8 @@ class EpBuffer:
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Fail the buffer on all ranks, for a caller that cannot go on between a dispatch and its combine."""
+        if self._destroyed:
+            return
         self._error = self._error or f"rank {self.rank}: {reason}"
         self._fabric.abort(self._error)
 
@@ -445,10 +456,14 @@ class EpBuffer:
     def __enter__(self) -> EpBuffer:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:  # else peers would wait for what this rank does no more
+            self.abort(f"{type(error).__name__}: {error}")
         self.destroy()
 
     def _lane(self, lane: int) -> _LaneState:
+        if not isinstance(lane, int):
+            raise TypeError(f"lane={lane!r}; give the number of a micro-batch, below lanes={len(self._lanes)}")
         if not 0 <= lane < len(self._lanes):
             raise ValueError(f"lane={lane}; this buffer was made with lanes={len(self._lanes)}")
         return self._lanes[lane]
@@ -511,6 +526,8 @@ class EpBuffer:
             ids, weights = handle.call.ids, handle.call.weights
         if ids is None or weights is None:
             raise ValueError("dispatch needs topk_ids and topk_weights (or the handle of an earlier dispatch)")
+        if isinstance(x, tuple) and len(x) != 2:
+            raise TypeError(f"x is a tuple of {len(x)}; give a tensor, or rows with their scales")
         rows, scales = x if isinstance(x, tuple) else (x, None)
         for name, t in (("x", rows), ("scales", scales), ("topk_ids", ids), ("topk_weights", weights)):
             if t is None and name == "scales":
@@ -546,8 +563,8 @@ class EpBuffer:
         for name, t in (("topk_ids", ids), ("topk_weights", weights)):
             if t.shape != (tokens, c.top_k):
                 raise ValueError(f"{name} has shape {list(t.shape)}; x and top_k make it [{tokens}, {c.top_k}]")
-        if sms is not None and sms < 1:
-            raise ValueError(f"sms={sms}; give at least 1, or None for the mode's default")
+        if sms is not None and (not isinstance(sms, int) or sms < 1):
+            raise ValueError(f"sms={sms!r}; give at least 1, or None for the mode's default")
         if ids.is_cpu and handle is None and ids.numel():
             low, high = int(ids.min()), int(ids.max())
             if low < -1 or high >= c.num_experts:
@@ -565,7 +582,7 @@ class EpBuffer:
             _aligned(rows),
             scales.contiguous() if scales is not None else None,
             ids.contiguous(),
-            weights.contiguous(),
+            (weights.detach() if weights.requires_grad else weights).contiguous(),
             sms,
             host_counts,
             handle.call if handle is not None else None,

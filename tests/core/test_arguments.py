@@ -109,6 +109,8 @@ BAD: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "fp8 in a list": ({"fp8": ["fp32"]}, "ValueError", ("['fp32']", "'fp32' or 'ue8m0'")),
     "layout": ({"layout": "dense"}, "ValueError", ("'dense'", "compact or masked")),
     "sms": ({"sms": 0}, "ValueError", ("sms=0", "at least 1")),
+    "sms as text": ({"sms": "24"}, "ValueError", ("sms='24'", "at least 1")),
+    "three of a tuple": ({"x": (fp8()[0], fp8()[1], fp8()[1])}, "TypeError", ("tuple of 3", "scales")),
     "fp8 format": ({"fp8": "e5m2"}, "ValueError", ("'e5m2'", "'fp32' or 'ue8m0'")),
     "fp8 twice": ({"x": fp8(), "fp8": "fp32"}, "ValueError", ("quantised already",)),
     "scales shape": ({"x": fp8(width=3)}, "ValueError", ("scales", "[5, 3]", "[5, 2]")),
@@ -345,3 +347,25 @@ def test_wrong_rows_for_combine(ranks: Any, fabric: str, mode: str) -> None:
         assert out_type[0] == "ValueError" and "out is" in out_type[1] and "float32" in out_type[1]
         assert out_shape[0] == "ValueError" and "out is" in out_shape[1]
         assert both[0] == "ValueError" and "exclude" in both[1]
+
+
+def of_wrong_kinds(world: World) -> dict[str, Outcome]:
+    """Alike on every rank, each in front of a round that works."""
+    buffer = world.buffer()
+    weights = {**base(world), "topk_weights": base(world)["topk_weights"].requires_grad_()}
+    found = {
+        "lane": attempt(lambda: buffer.dispatch(**{**base(world), "lane": "0"})),
+        "proposal": attempt(lambda: buffer.propose(1.5)),
+        "handle": attempt(lambda: buffer.combine(torch.empty(1), None)),
+        "weights with a gradient": attempt(lambda: buffer.combine((got := buffer.dispatch(**weights)).rows, got.handle)),
+    }
+    Round(world, buffer, oracle.make_case(0, [4] * world.size), "direct").run()
+    return {name: Outcome(0, o.kind, None, o.error, o.message) for name, o in found.items()}
+
+
+def test_things_of_another_kind(ranks: Any) -> None:
+    for found in ranks(2, "host").run(of_wrong_kinds):
+        assert found["lane"].error == "TypeError" and "lane='0'" in found["lane"].message
+        assert found["proposal"].error == "ValueError" and "token=1.5" in found["proposal"].message
+        assert found["handle"].error == "TypeError" and "NoneType" in found["handle"].message
+        assert found["weights with a gradient"].kind == "ok", found

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ep_backend.errors import EpFailed
 from tests.core import oracle
 from tests.core.pool import Outcome, World, attempt
 from tests.core.rounds import Round
@@ -269,3 +270,29 @@ def test_a_handle_on_some_ranks_only(ranks: Any) -> None:
     found = ranks(2).run(half_with_a_handle)
     assert {o.error for o in found} <= {"EpDisagree", "EpFailed"}, found
     assert any("with a handle" in o.message for o in found)
+
+
+def raised_within(world: World) -> tuple[Outcome, float]:
+    """The last rank leaves the buffer's block by an error of its own, between a dispatch and its combine."""
+
+    def rounds() -> None:
+        with world.make() as buffer:
+            one = Round(world, buffer, oracle.make_case(0, [4] * world.size), "direct")
+            one.dispatch()
+            one.receive()
+            if world.rank == world.size - 1:
+                raise KeyError("the experts are gone")
+            one.combine()
+            world.settle()
+            if reason := buffer.failure():  # on a GPU the next call would say so
+                raise EpFailed(reason)
+
+    return timed(rounds)
+
+
+def test_peers_learn_of_an_error_that_ends_the_block(ranks: Any, fabric: str) -> None:
+    (first, took), (last, _) = ranks(2, fabric).run(raised_within)
+    assert last.error == "KeyError" and first.error == "EpFailed", (first, last)
+    assert took < SLACK_S  # not the buffer's timeout
+    if fabric == "host":  # on GPUs a peer's words say who gave up, not why
+        assert "the experts are gone" in first.message

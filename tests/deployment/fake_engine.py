@@ -99,6 +99,7 @@ def main() -> None:
     if os.environ.get("FAKE_DIES") == settings["role"]:
         print("INFO loading", "ValueError: the weights are not there", "INFO bye", sep="\n")
         sys.exit(3)
+    multiprocessing.resource_tracker.ensure_running()  # else a signal while it starts leaves the memory behind
     shared = multiprocessing.shared_memory.SharedMemory(create=True, size=4096, name=f"fake_{os.getpid()}")
     ranks = int(flag("--tp-size" if "sglang.launch_server" in sys.argv else "--data-parallel-size"))
     processes = [multiprocessing.Process(target=serve_rank, args=(settings, rank, ranks)) for rank in range(ranks)]
@@ -113,6 +114,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     import multiprocessing.connection
+    import multiprocessing.resource_tracker
     import multiprocessing.shared_memory
 
     main()

@@ -35,6 +35,8 @@ class Gpu:
     """The process's current CUDA device."""
 
     def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise ValueError(f"fabric='nvshmem': torch {torch.__version__} sees no CUDA device; use fabric='host'")
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.multiprocessors = int(torch.cuda.get_device_properties(self.device).multi_processor_count)
         self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
