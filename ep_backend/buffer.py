@@ -119,7 +119,7 @@ class EpBuffer:
         fabric: "host" or "nvshmem"; default nvshmem where CUDA is available.
         timeout_s: bound of every wait, in seconds.
         low_latency_form: "per_rank" (one copy a GPU), "per_expert" (one copy an expert), "auto" (per_rank for mapped peers).
-        rail: how other nodes are reached: "peer" stores, remote "put"s, or "auto".
+        rail: how hybrid reaches other nodes: "peer" stores ("auto" too), or remote "put"s; on the host fabric always alike.
         ring_slots: records one ring of normal mode holds; default 1024 to 256, by the number of ranks.
         deterministic: same bits and row order from run to run (the host fabric always is).
     """
