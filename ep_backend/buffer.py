@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import torch
 
 from ep_backend import layout as memory
-from ep_backend.config import TIMEOUT_S, BufferConfig
+from ep_backend.config import TIMEOUT_S, BufferConfig, timeout_seconds
 from ep_backend.errors import EpError, EpFailed, EpRefused, EpTimeout
 from ep_backend.fabric.base import Call, Fabric, Received
 from ep_backend.layout import Payload
@@ -150,7 +150,9 @@ class EpBuffer:
         meeting = Meeting(group)
         config: BufferConfig | None = None
         error: ValueError | TypeError | None = None
+        seconds = TIMEOUT_S
         try:
+            seconds = timeout_seconds(timeout_s)
             config = BufferConfig.make(
                 meeting.size,
                 hidden=hidden,
@@ -170,10 +172,15 @@ class EpBuffer:
         except (ValueError, TypeError) as e:
             error = e
         self.rank = meeting.rank
-        with meeting.together(config.timeout_s if config else TIMEOUT_S):
-            meeting.agree(config.as_dict() if config else {}, error)
-            assert config is not None
-            self._fabric: Fabric = make_fabric(name, config, meeting, faults)
+        try:
+            with meeting.together(seconds):
+                meeting.agree(config.as_dict() if config else {}, error)
+                assert config is not None
+                self._fabric: Fabric = make_fabric(name, config, meeting, faults)
+        except EpError as e:
+            if error is not None:  # nobody came to be told
+                raise error from e
+            raise
         self.config = config
         self._lanes = [_LaneState() for _ in range(config.lanes)]
         self._kinds: dict[tuple[object, ...], _Kind] = {}  # that were found good

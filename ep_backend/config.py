@@ -26,6 +26,17 @@ def default_ring_slots(ranks: int) -> int:
     return max(least, min(most, 8192 // ranks))
 
 
+def timeout_seconds(timeout_s: Any) -> float:
+    """Checked by itself, for ranks that have yet to tell each other of another wrong argument."""
+    _typed(_is(timeout_s, Real), "timeout_s", timeout_s, "a number of seconds, as 60.0")
+    _require(
+        0 < timeout_s <= MAX_TIMEOUT_S,
+        f"timeout_s={timeout_s} must be a positive number of seconds, at most {MAX_TIMEOUT_S:g}; "
+        "give the longest that a peer may stall",
+    )
+    return float(timeout_s)
+
+
 @dataclass(frozen=True, slots=True)
 class BufferConfig:
     """Arguments of an :class:`~ep_backend.buffer.EpBuffer` that every rank must give alike."""
@@ -114,12 +125,6 @@ class BufferConfig:
             f"{ranks} ranks x max_tokens={max(tokens.values(), default=0)} exceeds 2**31 token indices",
         )
         _require(lanes in (1, 2), f"lanes={lanes}; use 1, or 2 for two micro-batches")
-        _typed(_is(timeout_s, Real), "timeout_s", timeout_s, "a number of seconds, as 60.0")
-        _require(
-            0 < timeout_s <= MAX_TIMEOUT_S,
-            f"timeout_s={timeout_s} must be a positive number of seconds, at most {MAX_TIMEOUT_S:g}; "
-            "give the longest that a peer may stall",
-        )
         _require(
             low_latency_form in FORMS,
             f"low_latency_form={low_latency_form!r} is none of {', '.join(FORMS)}",
@@ -138,7 +143,7 @@ class BufferConfig:
             kinds,
             per_node,
             fabric,
-            float(timeout_s),
+            timeout_seconds(timeout_s),
             low_latency_form,
             rail,
             slots,

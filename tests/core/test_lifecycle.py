@@ -74,6 +74,21 @@ def test_a_wrong_type_on_one_rank_raises_on_every_rank(ranks: Any, changes: dict
     assert told.message == f"rank 1: {own.message}"
 
 
+def wrong_alone(world: World) -> Outcome:
+    import torch.distributed as dist
+
+    outcome = attempt(lambda: world.make(timeout_s=0.2, top_k=33)) if world.rank else Outcome(0, "ok")
+    dist.barrier()
+    world.make().destroy()
+    return outcome
+
+
+def test_a_rank_alone_is_told_its_own_wrong_argument(ranks: Any) -> None:
+    outcome = ranks(2).run(wrong_alone)[1]
+    assert outcome.error == "ValueError" and "top_k=33" in outcome.message
+    assert "waited 0.2 s for rank 0" in outcome.detail
+
+
 def rebuilt(world: World, late: int, seconds: float) -> int:
     """As a caller does it: try until all ranks are there. The tries."""
     import torch.distributed as dist
