@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import torch
 
 from ep_backend import layout as memory
-from ep_backend.config import BufferConfig
+from ep_backend.config import TIMEOUT_S, BufferConfig, timeout_seconds
 from ep_backend.errors import EpError, EpFailed, EpRefused, EpTimeout
 from ep_backend.fabric.base import Call, Fabric, Received
 from ep_backend.layout import Payload
@@ -136,7 +136,7 @@ class EpBuffer:
         payloads: tuple[str, ...] = ("bf16", "fp8", "fp8_ue8m0"),
         gpus_per_node: int | None = None,
         fabric: str | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = TIMEOUT_S,
         low_latency_form: str = "auto",
         rail: str = "auto",
         ring_slots: int | None = None,
@@ -148,10 +148,12 @@ class EpBuffer:
 
         name = fabric or ("nvshmem" if torch.cuda.is_available() else "host")
         self._destroyed = False
-        meeting = Meeting(group, timeout_s)
+        meeting = Meeting(group)
         config: BufferConfig | None = None
-        error: str | None = None
+        error: ValueError | TypeError | None = None
+        seconds = TIMEOUT_S
         try:
+            seconds = timeout_seconds(timeout_s)
             config = BufferConfig.make(
                 meeting.size,
                 hidden=hidden,
@@ -168,17 +170,23 @@ class EpBuffer:
                 ring_slots=ring_slots,
                 deterministic=deterministic,
             )
-        except ValueError as e:
-            error = str(e)
-        meeting.agree(config.as_dict() if config else {}, error)
-        assert config is not None
-        self.config = config
+        except (ValueError, TypeError) as e:
+            error = e
         self.rank = meeting.rank
-        self._lanes = [_LaneState() for _ in range(lanes)]
+        try:
+            with meeting.together(seconds):
+                meeting.agree(config.as_dict() if config else {}, error)
+                assert config is not None
+                self._fabric: Fabric = make_fabric(name, config, meeting, faults)
+        except EpError as e:
+            if error is not None:  # nobody came to be told
+                raise error from e
+            raise
+        self.config = config
+        self._lanes = [_LaneState() for _ in range(config.lanes)]
         self._kinds: dict[tuple[object, ...], _Kind] = {}  # that were found good
         self._bytes = config.region_bytes()
         self._error: str | None = None
-        self._fabric: Fabric = make_fabric(name, config, meeting, faults)
         self._fabric.stats.expert_rows = [0] * config.shape.local_experts
 
     @staticmethod

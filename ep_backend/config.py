@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from ep_backend import layout
@@ -11,6 +12,8 @@ from ep_backend.layout import Payload, Shape
 from ep_backend.modes import Mode, parse_mode
 
 RING_SLOTS = (256, 1024)
+TIMEOUT_S = 60.0
+MAX_TIMEOUT_S = 1e9  # nanoseconds in 64 bits
 PAYLOADS = {p.name.lower(): p for p in Payload}
 FORMS = ("auto", "per_rank", "per_expert")
 RAILS = ("auto", "peer", "put")
@@ -21,6 +24,17 @@ def default_ring_slots(ranks: int) -> int:
     and the credit for it take 10 us (an estimate) at the 390 GB/s of an H200's NVLink (kernels/TUNING.md)."""
     least, most = RING_SLOTS
     return max(least, min(most, 8192 // ranks))
+
+
+def timeout_seconds(timeout_s: Any) -> float:
+    """Checked by itself, for ranks that have yet to tell each other of another wrong argument."""
+    _typed(_is(timeout_s, Real), "timeout_s", timeout_s, "a number of seconds, as 60.0")
+    _require(
+        0 < timeout_s <= MAX_TIMEOUT_S,
+        f"timeout_s={timeout_s} must be a positive number of seconds, at most {MAX_TIMEOUT_S:g}; "
+        "give the longest that a peer may stall",
+    )
+    return float(timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +69,16 @@ class BufferConfig:
         payloads: tuple[str, ...] = ("bf16", "fp8", "fp8_ue8m0"),
         gpus_per_node: int | None = None,
         fabric: str = "host",
-        timeout_s: float = 60.0,
+        timeout_s: float = TIMEOUT_S,
         low_latency_form: str = "auto",
         rail: str = "auto",
         ring_slots: int | None = None,
         deterministic: bool = False,
     ) -> BufferConfig:
-        """Check every argument; ValueError names the value, the rule and the fix."""
-        per_node = ranks if gpus_per_node is None else gpus_per_node
+        """Check every argument; ValueError or TypeError names the value, the rule and the fix."""
+        ranks, lanes = _whole("ranks", ranks), _whole("lanes", lanes)
+        hidden, num_experts, top_k = _whole("hidden", hidden), _whole("num_experts", num_experts), _whole("top_k", top_k)
+        per_node = ranks if gpus_per_node is None else _whole("gpus_per_node", gpus_per_node)
         _require(ranks >= 1, f"group has {ranks} ranks; it must have at least 1")
         _require(
             1 <= per_node <= ranks and ranks % per_node == 0,
@@ -82,6 +98,7 @@ class BufferConfig:
             hidden > 0 and hidden % 8 == 0,
             f"hidden={hidden} is not a multiple of 8 (16-byte vectors of bf16); pad the hidden size",
         )
+        _typed(isinstance(payloads, tuple | list), "payloads", payloads, "a tuple of names, as ('bf16', 'fp8')")
         kinds = tuple(_payload(name) for name in payloads)
         _require(len(kinds) > 0, "payloads is empty; name at least one of " + ", ".join(PAYLOADS))
         if any(k in (Payload.FP8, Payload.FP8_UE8M0) for k in kinds) and hidden % layout.SCALE_GROUP:
@@ -95,7 +112,9 @@ class BufferConfig:
             fabric == "host" or Payload.FP32 not in kinds,
             "payload fp32 exists on the host fabric only; use bf16 or fp8",
         )
-        tokens = {parse_mode(name): int(n) for name, n in max_tokens.items() if n}
+        _typed(isinstance(max_tokens, Mapping), "max_tokens", max_tokens, "tokens a rank by mode, as {'direct': 128}")
+        counts = {parse_mode(name): _whole(f"max_tokens[{name!r}]", n) for name, n in max_tokens.items()}
+        tokens = {mode: n for mode, n in counts.items() if n}
         _require(
             bool(tokens) and all(0 < n < 1 << layout.COUNT_BITS for n in tokens.values()),
             f"max_tokens={dict(max_tokens)} must give at least one mode a capacity in "
@@ -106,14 +125,14 @@ class BufferConfig:
             f"{ranks} ranks x max_tokens={max(tokens.values(), default=0)} exceeds 2**31 token indices",
         )
         _require(lanes in (1, 2), f"lanes={lanes}; use 1, or 2 for two micro-batches")
-        _require(timeout_s > 0, f"timeout_s={timeout_s} must be a positive number of seconds")
         _require(
             low_latency_form in FORMS,
             f"low_latency_form={low_latency_form!r} is none of {', '.join(FORMS)}",
         )
         _require(rail in RAILS, f"rail={rail!r} is none of {', '.join(RAILS)}")
-        slots = default_ring_slots(ranks) if ring_slots is None else ring_slots
+        slots = default_ring_slots(ranks) if ring_slots is None else _whole("ring_slots", ring_slots)
         _require(slots >= 1, f"ring_slots={slots} must be at least 1")
+        _typed(isinstance(deterministic, bool), "deterministic", deterministic, "True or False")
         return cls(
             ranks,
             hidden,
@@ -124,7 +143,7 @@ class BufferConfig:
             kinds,
             per_node,
             fabric,
-            float(timeout_s),
+            timeout_seconds(timeout_s),
             low_latency_form,
             rail,
             slots,
@@ -188,7 +207,21 @@ def _require(ok: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _typed(ok: bool, name: str, value: object, wanted: str) -> None:
+    if not ok:
+        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}; give {wanted}")
+
+
+def _is(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)  # which is a number to Python
+
+
+def _whole(name: str, value: Any) -> int:
+    _typed(_is(value, Integral), name, value, "a whole number")
+    return int(value)
+
+
 def _payload(name: str) -> Payload:
-    if name not in PAYLOADS:
+    if name not in tuple(PAYLOADS):
         raise ValueError(f"payload {name!r} is unknown; choose from {', '.join(PAYLOADS)}")
     return PAYLOADS[name]

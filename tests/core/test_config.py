@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,6 +47,10 @@ REFUSED = [
     (1, {"lanes": 0}, ["lanes=0"]),
     (1, {"lanes": 3}, ["lanes=3", "micro-batches"]),
     (1, {"timeout_s": 0}, ["timeout_s=0", "seconds"]),
+    (1, {"timeout_s": -1}, ["timeout_s=-1", "positive"]),
+    (1, {"timeout_s": float("nan")}, ["timeout_s=nan", "positive"]),
+    (1, {"timeout_s": float("inf")}, ["timeout_s=inf", "at most 1e+09"]),
+    (1, {"payloads": ([],)}, ["payload []", "bf16, fp8"]),
     (1, {"low_latency_form": "x"}, ["low_latency_form='x'", "per_rank, per_expert"]),
     (1, {"rail": "x"}, ["rail='x'", "peer, put"]),
     (1, {"ring_slots": 0}, ["ring_slots=0"]),
@@ -58,6 +63,40 @@ def test_refusals(ranks: int, changes: dict[str, Any], words: list[str]) -> None
         BufferConfig.make(ranks, **{**GOOD, **changes})
     for word in words:
         assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "name,value,words",
+    [
+        *((name, "16", ["str", "whole number"]) for name in ("hidden", "num_experts", "top_k", "lanes", "ring_slots")),
+        *((name, 1.5, ["float", "whole number"]) for name in ("hidden", "gpus_per_node", "ring_slots")),
+        ("hidden", None, ["NoneType", "whole number"]),
+        ("lanes", True, ["bool", "whole number"]),
+        ("max_tokens", 128, ["int", "by mode", "{'direct': 128}"]),
+        ("max_tokens", None, ["NoneType", "by mode"]),
+        ("max_tokens", {"direct": 16.7}, ["max_tokens['direct']=16.7", "float", "whole number"]),
+        ("max_tokens", {"direct": "16"}, ["max_tokens['direct']='16'", "str", "whole number"]),
+        ("timeout_s", "5", ["str", "seconds"]),
+        ("timeout_s", None, ["NoneType", "seconds"]),
+        ("payloads", None, ["NoneType", "tuple of names"]),
+        ("payloads", "bf16", ["str", "tuple of names"]),
+        ("deterministic", "no", ["str", "True or False"]),
+    ],
+    ids=str,
+)
+def test_wrong_types(name: str, value: object, words: list[str]) -> None:
+    with pytest.raises(TypeError) as refused:
+        BufferConfig.make(2, **{**GOOD, name: value})
+    said = f"{name}={value!r}"
+    for word in words if isinstance(value, dict) else [said, *words]:
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.int32])
+def test_integers_of_any_library(integer: Any) -> None:
+    arguments = {name: integer(n) for name, n in GOOD.items() if name != "max_tokens"}
+    made = BufferConfig.make(2, **arguments, max_tokens={"direct": integer(8), "low_latency": integer(8)})
+    assert made == BufferConfig.make(2, **GOOD)
 
 
 @pytest.mark.parametrize("experts,ranks", [(288, 4), (33 * 4, 4), (256, 256), (2048, 1024)])

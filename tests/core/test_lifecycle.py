@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ep_backend import layout
-from ep_backend.errors import EpTimeout, WaitRecord
+from ep_backend.errors import EpError, EpTimeout, WaitRecord
 from tests.core import oracle
 from tests.core.pool import Outcome, World, attempt, modes
 from tests.core.rounds import Round
@@ -63,6 +63,144 @@ def test_wrong_arguments_of_one_rank_raise_on_every_rank(ranks: Any) -> None:
     assert own.error == told.error == "ValueError"
     assert "top_k=33" in own.message and "1..32" in own.message
     assert told.message.startswith("rank 1: ") and own.message in told.message
+
+
+@pytest.mark.parametrize("changes", [{"hidden": "256"}, {"timeout_s": None}, {"max_tokens": 12}], ids=str)
+def test_a_wrong_type_on_one_rank_raises_on_every_rank(ranks: Any, changes: dict[str, Any]) -> None:
+    own, told = reversed(ranks(2).run(mismatched, changes))
+    assert own.error == told.error == "TypeError"
+    (name, value), *_ = changes.items()
+    assert own.message.startswith(f"{name}={value!r}")
+    assert told.message == f"rank 1: {own.message}"
+
+
+def wrong_alone(world: World) -> Outcome:
+    import torch.distributed as dist
+
+    outcome = attempt(lambda: world.make(timeout_s=0.2, top_k=33)) if world.rank else Outcome(0, "ok")
+    dist.barrier()
+    world.make().destroy()
+    return outcome
+
+
+def test_a_rank_alone_is_told_its_own_wrong_argument(ranks: Any) -> None:
+    outcome = ranks(2).run(wrong_alone)[1]
+    assert outcome.error == "ValueError" and "top_k=33" in outcome.message
+    assert "waited 0.2 s for rank 0" in outcome.detail
+
+
+def rebuilt(world: World, late: int, seconds: float) -> int:
+    """As a caller does it: try until all ranks are there. The tries."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if world.rank == late:
+        time.sleep(seconds)
+    for tries in range(1, 20):
+        try:
+            buffer = world.make(timeout_s=0.4)
+        except EpError as e:
+            assert "'here'" in str(e) and f"rank {late}" in str(e), e
+            continue
+        with buffer:
+            Round(world, buffer, oracle.make_case(1, [2] * world.size), "direct").run()
+        return tries
+    raise AssertionError("the ranks did not meet again")
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_ranks_that_retry_meet_a_late_one(ranks: Any, late: int) -> None:
+    tries = ranks(3).run(rebuilt, late, 1.0)
+    assert tries.pop(late) == 1
+    assert all(n == 3 for n in tries), tries
+
+
+def alone(world: World, uneven: int) -> Outcome:
+    """Rank 1 is alone some times; then rank 0 is, which must not take rank 1's posts for its presence."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    outcome = Outcome(world.rank, "ok")
+    if world.rank == 1:
+        for _ in range(uneven):
+            outcome = attempt(lambda: world.make(timeout_s=0.2))
+    dist.barrier()
+    if world.rank == 0:
+        outcome = attempt(lambda: world.make(timeout_s=0.2))
+    dist.barrier()
+    with world.make() as buffer:
+        Round(world, buffer, oracle.make_case(1, [2, 2]), "direct").run()
+    return outcome
+
+
+@pytest.mark.parametrize("uneven", [1, 2, 3])
+def test_lone_constructors_do_not_part_the_ranks(ranks: Any, uneven: int) -> None:
+    for rank, outcome in enumerate(ranks(2).run(alone, uneven)):
+        assert outcome.error == "EpError"
+        assert f"rank {rank} waited 0.2 s for rank {1 - rank} at 'here'" in outcome.message
+
+
+def gives_up(world: World, after: int) -> tuple[Outcome, float]:
+    """Rank 1 leaves after some exchanges of one of two groups' meetings; then all meet in both."""
+    import torch.distributed as dist
+
+    from ep_backend.fabric.meeting import Meeting
+
+    one, two = Meeting(world.group), Meeting(dist.new_group([0, 1]))
+
+    def first() -> None:
+        with one.together(5):
+            for step in range(3):
+                if world.rank == 1 and step == after:
+                    raise ValueError("gave up")
+                assert one.exchange(f"step {step}", ("old", world.rank)) == [("old", 0), ("old", 1)]
+
+    started = time.monotonic()
+    outcome = attempt(first)
+    took = time.monotonic() - started
+    for meeting in (two, one, two, one):
+        with meeting.together(5):
+            for step in range(3):
+                assert meeting.exchange(f"step {step}", world.rank) == [0, 1]
+    return outcome, took
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_rank_that_gives_up_is_waited_for_no_longer(ranks: Any, after: int) -> None:
+    (told, took), (own, _) = ranks(2).run(gives_up, after)
+    assert own.error == "ValueError" and told.error == "EpError"
+    assert f"rank 0 waits at 'step {after}' for rank 1, which gave up" in told.message
+    assert took < 2, "the timeout is 5 s"
+
+
+def two_threads(world: World) -> Outcome:
+    import threading
+
+    import torch.distributed as dist
+
+    from ep_backend.fabric.meeting import Meeting
+
+    entered, end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with Meeting(world.group).together(5):
+            entered.set()
+            end.wait(5)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert entered.wait(5)
+    outcome = attempt(lambda: world.make(timeout_s=0.2))
+    end.set()
+    thread.join()
+    dist.barrier()
+    world.make().destroy()
+    return outcome
+
+
+def test_threads_of_one_group_take_turns(ranks: Any) -> None:
+    for outcome in ranks(2).run(two_threads):
+        assert outcome.error == "EpError" and "0.2 s for another thread" in outcome.message
 
 
 def hints(world: World) -> None:
