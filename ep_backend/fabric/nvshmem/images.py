@@ -60,9 +60,7 @@ def check(build: Build, folder: Path, architecture: str, *, puts: bool) -> None:
     ``puts``: with the images of puts, too."""
     builder = _builder(folder)
     if builder is not None and build.sources != (here := runpy.run_path(str(builder))["digest"]()):
-        raise EpError(
-            f"the images are of other sources than kernels/ (digest {build.sources[:12]}, must be {here[:12]})"
-        )
+        raise EpError(f"the images are of other sources than kernels/ (digest {build.sources[:12]}, must be {here[:12]})")
     if architecture not in build.architectures:
         raise EpError(f"no images for {architecture}: kernels/build.py made them for {', '.join(build.architectures)}")
     if puts and build.nvshmem is None:
