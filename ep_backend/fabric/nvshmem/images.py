@@ -104,7 +104,7 @@ def remedy(folder: Path) -> str:
     """How the images of this folder are made."""
     if _builder(folder) is not None:
         return "run python3 kernels/build.py"
-    return "EP_CUDA=1 pip install .[cuda] where nvcc is on PATH"
+    return "EP_CUDA=1 pip install .[cuda,serve] where nvcc is on PATH"
 
 
 def _builder(folder: Path) -> Path | None:
