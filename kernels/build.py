@@ -3,16 +3,19 @@
 Each image is one kernel file for one architecture. Hot images of the tuned architecture may neither spill nor use a stack:
 that is an error. The others are compiled and reported only. Images of remote puts hold NVSHMEM's device code and are made
 where its library is: NVSHMEM_HOME names the folder with include/ and lib/, or the package nvidia-nvshmem-cu13 is installed.
+images.json, written last, says of which sources the images are and how large each is; without it there are no images.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +25,7 @@ TUNED = "sm_90a"
 ARCHITECTURES = (TUNED, "sm_100a")
 HOT = ("dispatch", "combine", "per_expert", "hybrid", "rings")
 PUTS = ("hybrid",)
+LIBRARY, VERSION = "lib/libnvshmem_device.a", "include/non_abi/nvshmem_version.h"  # of NVSHMEM
 FLAGS = ("-std=c++17", "-O3", "-Xptxas=-v", "-Werror=all-warnings")
 
 
@@ -42,15 +46,36 @@ class Resources:
 
 
 def build(out_dir: Path | str, extra: tuple[str, ...] = ()) -> list[Path]:
-    """Compile every image into ``out_dir`` and print the resource report; ``extra``: flags of images that may spill."""
+    """Compile every image into ``out_dir`` and print the resource report; ``extra``: flags of images that may spill. What an
+    earlier build left there goes first, and nothing stays if this one fails."""
     out = Path(out_dir)
+    nvshmem = find_nvshmem()
     out.mkdir(parents=True, exist_ok=True)
+    _clear(out)
+    try:
+        return _build(out, nvshmem, extra)
+    except BaseException:
+        _clear(out)
+        raise
+
+
+def digest() -> str:
+    """Of the sources: names and contents, in order of the names."""
+    headers = (p for p in (HERE / "include").rglob("*") if p.suffix in (".h", ".cuh"))
+    found = hashlib.sha256()
+    for name, path in sorted((p.relative_to(HERE).as_posix(), p) for p in (*HERE.glob("*.cu"), *headers)):
+        content = path.read_bytes()
+        found.update(f"{name} {len(content)}\n".encode() + content)
+    return found.hexdigest()
+
+
+def _build(out: Path, nvshmem: Path | None, extra: tuple[str, ...]) -> list[Path]:
+    sources = digest()  # before the compiler reads them: what is edited meanwhile must not pass for compiled
     jobs = [(name, arch) for name in HOT for arch in ARCHITECTURES]
     with ThreadPoolExecutor(2) as pool:
         reports = list(pool.map(lambda job: _compile(*job, out, extra), jobs))
     kernels = [k for report in reports for k in report]
     written = [out / f"{name}.{arch}.cubin" for name, arch in jobs]
-    nvshmem = find_nvshmem()
     if nvshmem is None:
         print("no image of remote puts: NVSHMEM is not here (set NVSHMEM_HOME, or install nvidia-nvshmem-cu13)")
     else:
@@ -62,23 +87,45 @@ def build(out_dir: Path | str, extra: tuple[str, ...] = ()) -> list[Path]:
         )
         if TUNED in k.image and (k.spill_bytes or k.stack_bytes) and not extra:
             raise BuildError(f"{k.kernel} in {k.image} spills or uses a stack: give it fewer live values or fewer threads")
-    facts = {"nvshmem": nvshmem_version(nvshmem) if nvshmem else None, "kernels": [asdict(k) for k in kernels]}
+    facts = {
+        "sources": sources,
+        "nvshmem": nvshmem_version(nvshmem) if nvshmem else None,
+        "images": {p.name: p.stat().st_size for p in written},
+        "kernels": [asdict(k) for k in kernels],
+    }
     (out / "images.json").write_text(json.dumps(facts, indent=1) + "\n")
     return [*written, out / "images.json"]
 
 
+def _clear(out: Path) -> None:
+    """Remove what a build writes, first that which says that there is one."""
+    files = [f"{name}.{arch}.cubin" for name in (*HOT, *(f"{put}_put" for put in PUTS)) for arch in ARCHITECTURES]
+    parts = [f"{name}_put.{arch}.o" for name in PUTS for arch in ARCHITECTURES]
+    for name in ("images.json", *files, *parts):
+        (out / name).unlink(missing_ok=True)
+
+
 def find_nvshmem() -> Path | None:
-    """The folder with NVSHMEM's include/ and lib/."""
-    places = [Path(os.environ["NVSHMEM_HOME"])] if "NVSHMEM_HOME" in os.environ else []
+    """The folder with NVSHMEM's include/ and lib/. BuildError if NVSHMEM_HOME names another."""
+    if named := os.environ.get("NVSHMEM_HOME"):
+        home = Path(named)
+        if missing := [name for name in (LIBRARY, VERSION) if not (home / name).exists()]:
+            raise BuildError(
+                f"NVSHMEM_HOME={named} has no {' and no '.join(missing)}: it must be the folder with NVSHMEM's include/ and "
+                "lib/ (nvidia/nvshmem of the package nvidia-nvshmem-cu13); correct it, or unset it"
+            )
+        return home
+    # pip builds where the environment's packages cannot be imported, but with its interpreter.
+    places = [Path(sysconfig.get_path("purelib")) / "nvidia" / "nvshmem"]
     if importlib.util.find_spec("nvidia") is not None:
         spec = importlib.util.find_spec("nvidia.nvshmem")
-        places += map(Path, spec.submodule_search_locations or []) if spec else []
-    return next((p for p in places if (p / "lib" / "libnvshmem_device.a").exists()), None)
+        places = [*map(Path, spec.submodule_search_locations or []), *places] if spec else places
+    return next((p for p in places if (p / LIBRARY).exists() and (p / VERSION).exists()), None)
 
 
 def nvshmem_version(home: Path) -> str:
     """As the headers state it: the device code of an image must be of the library that runs with it."""
-    text = (home / "include" / "non_abi" / "nvshmem_version.h").read_text()
+    text = (home / VERSION).read_text()
     return ".".join(re.findall(r"#define NVSHMEM_VENDOR_(?:MAJOR|MINOR|PATCH)_VERSION (\d+)", text))
 
 

@@ -57,7 +57,7 @@ def compile_images(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def use_builder(compile_images: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, nvcc: bool) -> None:
     builder = tmp_path / "build.py"
-    builder.write_text(f"def build(out_dir):\n    {body}\n")
+    builder.write_text(f"def find_nvshmem(): pass\ndef build(out_dir):\n    {body}\n")
     monkeypatch.setitem(compile_images.__globals__, "BUILDER", builder)
     monkeypatch.setattr(shutil, "which", lambda name: "/bin/nvcc" if nvcc else None)
 
@@ -66,27 +66,75 @@ def test_images_are_compiled_where_nvcc_is(
     compile_images: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("EP_CUDA", raising=False)
-    use_builder(compile_images, monkeypatch, tmp_path, "out_dir.mkdir()", nvcc=True)
-    compile_images(tmp_path / "images")
-    assert (tmp_path / "images").is_dir()
+    use_builder(compile_images, monkeypatch, tmp_path, "return [out_dir / 'images.json']", nvcc=True)
+    assert compile_images(tmp_path / "images") == [tmp_path / "images" / "images.json"]
     use_builder(compile_images, monkeypatch, tmp_path, "raise RuntimeError('no such arch')", nvcc=True)
-    compile_images(tmp_path / "images")
+    assert compile_images(tmp_path / "images") == []
     assert "compiling failed: no such arch (EP_CUDA=1 makes this fatal)" in capsys.readouterr().err
 
 
 def test_ep_cuda_forces_and_forbids(compile_images: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     use_builder(compile_images, monkeypatch, tmp_path, "raise RuntimeError('called')", nvcc=True)
     monkeypatch.setenv("EP_CUDA", "0")
-    compile_images(tmp_path)
+    assert compile_images(tmp_path) == []
     monkeypatch.setenv("EP_CUDA", "1")
     with pytest.raises(RuntimeError, match="called"):
         compile_images(tmp_path)
     use_builder(compile_images, monkeypatch, tmp_path, "pass", nvcc=False)
     with pytest.raises(SystemExit, match="EP_CUDA=1 but nvcc is not on PATH"):
         compile_images(tmp_path)
+    monkeypatch.setitem(compile_images.__globals__, "BUILDER", tmp_path / "gone.py")
+    with pytest.raises(SystemExit, match=r"EP_CUDA=1 but .*gone\.py is not there"):
+        compile_images(tmp_path)
     monkeypatch.setenv("EP_CUDA", "yes")
     with pytest.raises(SystemExit, match="EP_CUDA='yes': must be 0"):
         compile_images(tmp_path)
+
+
+NVCC = """#!/bin/sh
+# Writes what a compiler would, in name only; BREAK names an image on which it fails.
+case "$*" in *"-o "*"$BREAK"*) echo no such arch >&2; exit 1;; esac
+while [ "$1" != -o ]; do shift; done
+echo image > "$2"
+"""
+
+
+@pytest.fixture
+def nvcc(checkout: Path) -> dict[str, str]:
+    """Environment of a build that finds a compiler, and of which NVSHMEM is known."""
+    (checkout / "bin").mkdir()
+    (checkout / "bin" / "nvcc").write_text(NVCC)
+    (checkout / "bin" / "nvcc").chmod(0o755)
+    home = checkout / "nvshmem"
+    for name in ("lib/libnvshmem_device.a", "include/non_abi/nvshmem_version.h"):
+        (home / name).parent.mkdir(parents=True)
+        (home / name).touch()
+    return {"PATH": f"{checkout / 'bin'}:{os.environ['PATH']}", "NVSHMEM_HOME": str(home), "BREAK": "nothing"}
+
+
+def packed(checkout: Path, **env: str) -> set[str]:
+    result = build(checkout, **env)
+    assert result.returncode == 0, result.stderr
+    (wheel,) = (checkout / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return {name.rpartition("/")[2] for name in archive.namelist() if name.startswith("ep_backend/images/")}
+
+
+@pytest.mark.slow
+def test_a_wheel_has_all_images_of_its_own_build_or_none(checkout: Path, nvcc: dict[str, str]) -> None:
+    images = checkout / "ep_backend" / "images"
+    images.mkdir()
+    (images / "old.sm_70.cubin").touch()
+    nvcc["EP_CUDA"] = "auto"
+    kinds = ("dispatch", "combine", "per_expert", "hybrid", "rings", "hybrid_put")
+    every = {"images.json", *(f"{kind}.sm_{n}a.cubin" for kind in kinds for n in (90, 100))}
+    assert packed(checkout, **nvcc) == every
+    assert packed(checkout, **nvcc | {"EP_CUDA": "0"}) == set()
+    assert every < {p.name for p in images.iterdir()}, "the tree keeps its own"
+    assert packed(checkout, **nvcc | {"BREAK": "rings.sm_100a.cubin"}) == set()
+    assert {p.name for p in images.iterdir()} == {"old.sm_70.cubin"}
+    wrong = build(checkout, **nvcc | {"NVSHMEM_HOME": str(checkout / "bin")})
+    assert wrong.returncode != 0 and "bin has no lib/libnvshmem_device.a" in wrong.stdout + wrong.stderr
 
 
 @pytest.mark.parametrize("version", [(3, 10, 13), (3, 15, 0)])

@@ -12,10 +12,10 @@ from importlib import metadata
 from pathlib import Path
 
 from ep_backend.deployment.engines import installed
+from ep_backend.fabric.nvshmem.images import IMAGES
 
 COMMAND_S = 10.0
 MAX_BYTES = 1 << 20
-IMAGES = Path(__file__).resolve().parents[1] / "images"
 GPU_FIELDS = (
     *("index", "name", "uuid", "pci.bus_id", "compute_cap", "driver_version", "memory.total", "memory.free"),
     *("mig.mode.current", "persistence_mode", "compute_mode", "ecc.errors.uncorrected.volatile.total"),

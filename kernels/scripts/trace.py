@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ep_backend.bench.suites import ALL, Case
 from ep_backend.bench.worker import Buffers, Rank, Workload, lead
-from ep_backend.fabric.nvshmem.launch import IMAGE_KERNELS
+from ep_backend.fabric.nvshmem.images import IMAGE_KERNELS
 from ep_backend.fabric.nvshmem.world import check, driver
 
 ROUNDS, WARM_UP = 20, 3

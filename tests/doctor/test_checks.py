@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import runpy
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -121,18 +121,32 @@ def df(size: int, free: int) -> Change:
     return said("df -Pk", f"Filesystem 1024-blocks Used Available Capacity Mounted on\n{line}\n")
 
 
-def second_image(name: str) -> Change:
-    def change(tree: Tree) -> None:
-        (tree.images / "dispatch.sm_90a.cubin").rename(tree.images / name)
-
-    return change
-
-
 def kernels(text: str) -> Change:
     return lambda tree: (tree.images / "images.json").write_text(text)
 
 
-PEERS_ONLY = json.dumps({"nvshmem": None, "kernels": [{"kernel": "ep_send"}]})
+def cut(file: str) -> Change:
+    return lambda tree: (tree.images / file).write_bytes(b"\x7f")
+
+
+def without(file: str) -> Change:
+    return lambda tree: (tree.images / file).unlink()
+
+
+def of_other_sources(tree: Tree) -> None:
+    """The package lies in its source tree, whose sources are not those of the images."""
+    shutil.copytree(KERNELS, tree.images.parents[1] / "kernels")
+
+
+def of_these_sources(tree: Tree) -> None:
+    of_other_sources(tree)
+    digest = runpy.run_path(str(KERNELS / "build.py"))["digest"]()
+    kernels(fake.images_json(sources=digest))(tree)
+
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+PEERS_ONLY = fake.images_json(None, [file for file in fake.IMAGES if "_put" not in file])
+NEAR = replace(NEED, words=NEED.words - {"remote"})
 V1 = "/sys/fs/cgroup/memory"
 
 # check, what is changed, the outcome, a part of the evidence, a part of the fix; and the need, where it is another.
@@ -163,12 +177,22 @@ CASES: list[tuple[str, Change, str, str, str, Need]] = [
         ("torch_pin", sglang_elsewhere, "skip", "environment of its own", "", SGLANG),
         ("plugin", env(VLLM_PLUGINS="lora"), "fail", "VLLM_PLUGINS=lora", "VLLM_PLUGINS=lora,ep_backend"),
         ("plugin", env(VLLM_PLUGINS="lora,ep_backend"), "pass", "", ""),
-        ("images", gpus(cap="10.3"), "fail", "sm_103; kernels for sm_90", "EP_CUDA=1"),
+        ("images", gpus(cap="10.3"), "fail", "sm_103; kernels for sm_90a", "EP_CUDA=1"),
         ("images", gpus(cap="8.0"), "fail", "sm_80", "sm_90 or later"),
         ("images", lambda tree: shutil.rmtree(tree.images), "fail", "no compiled kernels", "EP_CUDA=1"),
+        ("images", without("images.json"), "fail", "no compiled kernels", "EP_CUDA=1"),
+        ("images", without("rings.sm_90a.cubin"), "fail", "rings.sm_90a.cubin is not there", "EP_CUDA=1"),
+        ("images", without("hybrid_put.sm_90a.cubin"), "fail", "hybrid_put.sm_90a.cubin is not there", "EP_CUDA=1", NEAR),
+        ("images", kernels(fake.images_json(files=fake.IMAGES[1:])), "fail", "dispatch.sm_90a.cubin is not there", "EP_CUDA=1"),
+        ("images", cut("combine.sm_90a.cubin"), "fail", "combine.sm_90a.cubin has 1 bytes, must have 4", "EP_CUDA=1"),
+        ("images", of_other_sources, "fail", "of other sources than kernels/ (digest 0123,", "run python3 kernels/build.py"),
+        ("images", of_these_sources, "pass", "", ""),
+        ("images", kernels(fake.images_json("3.6.5")), "fail", "hold NVSHMEM 3.6.5, must be 3.4.5", "NVSHMEM_HOME"),
+        ("images", kernels(fake.images_json("3.6.5")), "warn", "hold NVSHMEM 3.6.5, must be 3.4.5", "NVSHMEM_HOME", NEAR),
         ("images", kernels(PEERS_ONLY), "fail", "none for puts", "NVSHMEM_HOME"),
-        ("images", kernels(PEERS_ONLY), "pass", "", "", replace(NEED, words=NEED.words - {"remote"})),
-        ("images", kernels("{"), "skip", "images.json cannot be read", ""),
+        ("images", kernels(PEERS_ONLY), "warn", "none for puts", "NVSHMEM_HOME", NEAR),
+        ("images", kernels("{"), "fail", "images.json cannot be read", "EP_CUDA=1"),
+        ("images", kernels('{"nvshmem": null, "kernels": []}'), "fail", "or is of an earlier kernels/build.py", "EP_CUDA=1"),
         ("cuda_packages", versions(cuda_core=None), "fail", "cuda-core not installed", "[cuda]"),
         ("nvshmem", said("libnvshmem_host", "3.6.5 /usr/lib/libnvshmem_host.so.3"), "fail", "loaded 3.6.5 from /usr", "3.4.5"),
         ("nvshmem", said("libnvshmem_host", Unknown("OSError: no such file")), "fail", "cannot be loaded", "3.4.5"),

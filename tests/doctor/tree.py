@@ -36,6 +36,13 @@ GPU 00000000:{bus}:00.0
 CLUSTER = "4b1c0d62-8a55-4c51-9c6e-0b6f2b1c7d11"
 
 
+IMAGES = [f"{name}.sm_90a.cubin" for name in ("dispatch", "combine", "hybrid", "rings", "per_expert", "hybrid_put")]
+
+
+def images_json(nvshmem: str | None = "3.4.5", files: Sequence[str] = IMAGES, sources: str = "0123") -> str:
+    return json.dumps({"sources": sources, "nvshmem": nvshmem, "images": dict.fromkeys(files, 4), "kernels": []})
+
+
 def bus(i: int) -> str:
     return f"{0x19 + 16 * i:02x}"
 
@@ -194,6 +201,7 @@ def good(root: Path, images: Path) -> Tree:
     tree.versions = {"vllm": "0.33.0", "torch": "2.14.0", "nvshmem4py-cu13": "0.4.1", "cuda-core": "0.3.2"}
     tree.versions |= {"nvidia-nvshmem-cu13": "3.4.5"}
     images.mkdir(parents=True)
-    (images / "dispatch.sm_90a.cubin").write_bytes(b"\x7fELF")
-    (images / "images.json").write_text(json.dumps({"nvshmem": "3.4.5", "kernels": [{"kernel": "ep_send"}]}))
+    for file in IMAGES:
+        (images / file).write_bytes(b"\x7fELF")
+    (images / "images.json").write_text(images_json())
     return tree

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ep_backend.fabric.nvshmem import launches
-from ep_backend.fabric.nvshmem.launch import IMAGE_KERNELS
+from ep_backend.fabric.nvshmem.images import IMAGE_KERNELS
 from tests.core import oracle
 from tests.core.pool import World, gpus_for
 from tests.core.rounds import Round

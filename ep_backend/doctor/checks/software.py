@@ -1,6 +1,5 @@
 """Packages, libraries, kernels and variables that this backend and its engines bring."""
 
-import json
 import re
 import sys
 
@@ -10,7 +9,8 @@ from ep_backend.deployment.lint.engine import NVSHMEM_PACKAGES
 from ep_backend.doctor.host import Host, Unknown
 from ep_backend.doctor.need import Need
 from ep_backend.doctor.result import Verdict, fail, passed, skip, warn
-from ep_backend.errors import did_you_mean
+from ep_backend.errors import EpError, did_you_mean
+from ep_backend.fabric.nvshmem.images import PUTS_NEED, check, read, remedy
 
 PLUGINS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 PACKAGES = ("nvshmem4py-cu13", "cuda-core")
@@ -80,21 +80,26 @@ def plugin(host: Host, need: Need) -> Verdict:
 
 
 def images(host: Host, need: Need) -> Verdict:
-    there = sorted(
-        {found[1] for file in host.images.glob("*.cubin") if (found := re.search(r"\.sm_(\d+)a?\.cubin$", file.name))}
-    )
-    if not there:
-        return fail("the package has no compiled kernels")
-    capabilities = sorted({gpu.capability for gpu in host.gpus()})
-    wanted = ["".join(map(str, capability)) for capability in capabilities]
-    text = f"GPUs are sm_{', sm_'.join(wanted)}; kernels for sm_{', sm_'.join(there)}"
-    if missing := [sm for sm in wanted if sm not in there]:
-        what = "add it to kernels/build.py's ARCHITECTURES" if int(missing[0]) >= 90 else "use GPUs of sm_90 or later"
-        return fail(text, f"{what}; then EP_CUDA=1 pip install .[cuda,serve]")
-    if "remote" in need.words and _puts_of(host) is None:
-        fix = "build the images where nvidia-nvshmem-cu13 is installed, or set NVSHMEM_HOME; or stay in one NVLink domain"
-        return fail(f"{text}; none for puts over a NIC", fix)
-    return passed(text)
+    fix = remedy(host.images)
+    try:
+        build = read(host.images)
+        capabilities = sorted({gpu.capability for gpu in host.gpus()})
+        wanted = ["".join(map(str, capability)) for capability in capabilities]
+        text = f"GPUs are sm_{', sm_'.join(wanted)}; kernels for {', '.join(build.architectures)}"
+        if missing := [sm for sm in wanted if f"sm_{sm}a" not in build.architectures]:
+            what = "add it to kernels/build.py's ARCHITECTURES" if int(missing[0]) >= 90 else "use GPUs of sm_90 or later"
+            return fail(text, f"{what}; then {fix}")
+        for sm in wanted:
+            check(build, host.images, f"sm_{sm}a", puts=build.nvshmem is not None)
+    except EpError as error:
+        return fail(str(error), fix)
+    if build.nvshmem is not None and number(build.nvshmem)[:2] == number(NVSHMEM_BUILT)[:2]:
+        return passed(text)
+    puts = "none for puts over a NIC"
+    if build.nvshmem is not None:
+        puts = f"those for puts over a NIC hold NVSHMEM {build.nvshmem}, must be {NVSHMEM_BUILT}"
+    verdict = fail if "remote" in need.words else warn
+    return verdict(f"{text}; {puts}", f"{fix} with {PUTS_NEED}; or stay in one NVLink domain")
 
 
 def cuda_packages(host: Host, need: Need) -> Verdict:
@@ -149,13 +154,3 @@ def _version(host: Host, engine: str) -> str | None:
     if not _elsewhere(host, engine):
         return host.version(engine)
     return host.say(host.env[SGLANG_PYTHON], "-c", VERSIONS).split()[0].split("+")[0]
-
-
-def _puts_of(host: Host) -> str | None:
-    """The NVSHMEM whose device code the images of puts hold."""
-    file = host.images / "images.json"
-    try:
-        version = json.loads(file.read_text(encoding="utf-8"))["nvshmem"]
-        return None if version is None else str(version)
-    except (OSError, ValueError, KeyError, TypeError):
-        raise Unknown(f"{file} cannot be read: build the images again") from None

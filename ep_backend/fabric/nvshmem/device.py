@@ -50,8 +50,9 @@ class Gpu:
         """This buffer's symmetric memory; the first ``control`` bytes are zero, and ranks ``near`` are mapped. Collective."""
         return world.Heap(size, control, meeting, near)
 
-    def kernels(self, *, rail_put: bool) -> dict[str, launch.Kernel]:
-        """Every kernel by name; hybrid's reach other nodes by puts, or by stores to mapped peers."""
+    def kernels(self, meeting: Meeting, *, rail_put: bool) -> dict[str, launch.Kernel]:
+        """Every kernel by name; hybrid's reach other nodes by puts, or by stores to mapped peers. Collective."""
+        launch.same_images(meeting, self.device, rail_put)
         return launch.kernels(self.device, rail_put)
 
     def mapped(self, words: int) -> torch.Tensor:

@@ -100,7 +100,7 @@ class NvshmemFabric:
         self._meeting = meeting
         gpu.finish()
         gpu.join(self.allocated_bytes, meeting)
-        self._kernels = gpu.kernels(rail_put=bool(s.staging))
+        self._kernels = gpu.kernels(meeting, rail_put=bool(s.staging))
         # Host memory that kernels write: 16 words of error report, then agreed, and received rows by lane.
         self._host = gpu.mapped(20)
         self._seen: memoryview[int] = self._host.numpy().data  # whose words are read fastest

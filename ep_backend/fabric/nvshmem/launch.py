@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import json
 import struct
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ep_backend.errors import EpError
 from ep_backend.fabric.base import Call
-from ep_backend.fabric.nvshmem import world
+from ep_backend.fabric.meeting import Meeting
+from ep_backend.fabric.nvshmem import images, world
+from ep_backend.fabric.nvshmem.images import IMAGE_KERNELS as IMAGE_KERNELS
+from ep_backend.fabric.nvshmem.images import IMAGES, PUT_IMAGES
 from ep_backend.fabric.nvshmem.world import check, driver
 from ep_backend.layout import Payload
 
@@ -22,15 +23,6 @@ MAX_RANKS = 32
 MOST_WARPS = 32  # of a block
 SHARED_BYTES = 227 << 10  # that a block may have, on sm_90 and sm_100
 STAGE_BYTES = 224 << 10  # of which a block's warps share for bulk copies, where the kernel leaves so much
-IMAGE_KERNELS = {
-    "dispatch": ("dispatch", "send", "await", "order", "place"),
-    "combine": ("combine", "sums"),
-    "hybrid": ("rail_send", "forward", "rail_place", "rail_return", "rail_sum"),
-    "rings": ("ring_count", "ring_dispatch", "ring_order", "ring_place", "ring_combine"),
-    "per_expert": ("expert_send", "expert_await", "expert_place", "expert_return", "expert_sum"),
-}
-PUT_IMAGES = ("hybrid",)  # have a second form, NAME_put, that reaches other nodes by NVSHMEM's puts
-IMAGES = Path(__file__).resolve().parents[2] / "images"
 
 # Fields of Args behind heap[MAX_RANKS], in order, 64 bits each. LANE ones are the same for every call of a lane and mode.
 LANE = (
@@ -172,18 +164,34 @@ class Kernel:
             raise EpError(f"launch of {how.kernel} failed with CUDA error {status}")
 
 
+def same_images(meeting: Meeting, device: torch.device, rail_put: bool) -> None:
+    """Raise on every rank unless each has the images for its device, of the same sources. Collective."""
+    images.agree(meeting, lambda: _build(device, rail_put))
+
+
+@functools.cache  # for the life of the process, like the kernels: what is built later is not what it runs
+def _build(device: torch.device, rail_put: bool) -> images.Build:
+    try:
+        build = images.read(IMAGES)
+        images.check(build, IMAGES, _architecture(device), puts=rail_put)
+        if rail_put:
+            images.same_nvshmem(build.nvshmem, world.joined().library)
+    except EpError as error:
+        raise EpError(f"{error}; {images.remedy(IMAGES)}, or use fabric='host'") from None
+    return build
+
+
 @functools.cache  # for the life of the process: buffers come and go
 def kernels(device: torch.device, rail_put: bool) -> dict[str, Kernel]:
     """Every kernel by name, loaded for this device. Images of puts need the process's NVSHMEM world."""
     found = {}
     for image, names in IMAGE_KERNELS.items():
         puts = rail_put and image in PUT_IMAGES
-        path = _find(f"{image}_put" if puts else image, device)
+        path = IMAGES / f"{image}{'_put' * puts}.{_architecture(device)}.cubin"
         library = check(driver().cuLibraryLoadData(path.read_bytes(), [], [], 0, [], [], 0))
         if puts:
             import nvshmem.bindings as nvshmem
 
-            same_nvshmem(json.loads((IMAGES / "images.json").read_text())["nvshmem"], world.joined().library)
             if status := nvshmem.culibrary_init(int(library)):
                 raise EpError(f"NVSHMEM did not take the image {path.name} (status {status})")
         found.update({name: Kernel(library, f"ep_{name}") for name in names})
@@ -200,22 +208,6 @@ def same_arguments(kernel: str, parameter: tuple[Any, ...]) -> None:
         )
 
 
-def same_nvshmem(image: str | None, library: str) -> None:
-    """Device code and library of NVSHMEM share structures that change between minor versions."""
-    if (image or "").split(".")[:2] != library.split(".")[:2]:
-        raise EpError(
-            f"the images of remote puts hold NVSHMEM {image}, the process has loaded {library}; "
-            "build the package against the library that torch brings (nvidia-nvshmem-cu13)"
-        )
-
-
-def _find(image: str, device: torch.device) -> Path:
+def _architecture(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
-    path = IMAGES / f"{image}.sm_{major}{minor}a.cubin"
-    if not path.exists():
-        have = ", ".join(sorted(p.name for p in IMAGES.glob("*.cubin"))) or "none"
-        raise EpError(
-            f"no image {path.name} for {torch.cuda.get_device_name(device)} (there are: {have}); "
-            "build the package where nvcc is, or use fabric='host'"
-        )
-    return path
+    return f"sm_{major}{minor}a"

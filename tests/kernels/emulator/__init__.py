@@ -23,7 +23,8 @@ import torch
 
 from ep_backend.fabric.host.heap import Heap as SharedHeap
 from ep_backend.fabric.nvshmem import fabric
-from ep_backend.fabric.nvshmem.launch import ARGS_BYTES, IMAGE_KERNELS, PUT_IMAGES, Args, Launch
+from ep_backend.fabric.nvshmem.images import IMAGE_KERNELS, PUT_IMAGES
+from ep_backend.fabric.nvshmem.launch import ARGS_BYTES, Args, Launch
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[2] / "kernels"
@@ -185,7 +186,7 @@ class EmulatedGpu:
             heap.join(network)
         return heap
 
-    def kernels(self, *, rail_put: bool) -> dict[str, Kernel]:
+    def kernels(self, meeting: Any, *, rail_put: bool) -> dict[str, Kernel]:
         found = {}
         for image, names in IMAGE_KERNELS.items():
             put = rail_put and image in PUT_IMAGES
