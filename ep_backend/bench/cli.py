@@ -12,7 +12,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,6 +24,7 @@ from ep_backend.deployment.processes import signals_noted
 SILENCE_S = 90.0  # longest that one case may take
 GRACE_S = 30.0  # for the case under way when the time is up
 STARTS = 6  # of the ranks, after cases that ended them
+FABRICS = ("nvshmem", "host")
 CHARTS = (".png", ".svg", ".pdf")
 
 app = typer.Typer(add_completion=False)
@@ -38,7 +39,7 @@ def bench(
     ] = None,
     suite: Annotated[str, typer.Option(help="cases: " + ", ".join(SUITES))] = "all",
     only: Annotated[str, typer.Option(help="names of the suite's cases, with commas between")] = "",
-    fabric: Annotated[Literal["nvshmem", "host"], typer.Option(help="host: on the CPU")] = "nvshmem",
+    fabric: Annotated[str, typer.Option(help=" or ".join(FABRICS))] = FABRICS[0],
     rounds: Annotated[int, typer.Option(help="timed rounds a case")] = 200,
     sms: Annotated[int | None, typer.Option(help="most SMs of a kernel; default: the mode's own choice")] = None,
     seconds: Annotated[float, typer.Option(help="begin no case later; the most telling come first")] = 500.0,
@@ -56,25 +57,27 @@ def bench(
     for option, value in (("--ranks", ranks), ("--rounds", rounds), ("--sms", sms), ("--seconds", seconds)):
         if value is not None and not value >= 1:
             raise _refused(f"{option} {value:g}: give at least 1")
+    if fabric not in FABRICS:
+        raise _refused(f"--fabric {fabric}: there is no such fabric; choose {' or '.join(FABRICS)}")
     named = _named(suite, only)
     if plot is not None:
         _check_plot(plot)
-    for option, file in (("--output", output), ("--plot", plot)):
-        if file is not None:
-            _check_writable(option, file)
     gpus = _gpus()
     if fabric == "nvshmem" and not gpus:
         raise _refused("--fabric nvshmem: there is no CUDA device here; use --fabric host")
     ranks = ranks or gpus or 2
     cases = [replace(c, sms=sms) for c in _runnable(named, ranks)]
+    for option, file in (("--output", output), ("--plot", plot)):
+        if file is not None:
+            _check_writable(option, file)
+    if output is not None:
+        _end_cut_line(output)
     given = sys.argv[1:]
     facts = {
         "commit": commit or _commit(),
         "command": shlex.join(["ep-backend", "bench", *(given[1:] if given[:1] == ["bench"] else given)]),
     }
     options = {"fabric": fabric, "rounds": rounds, "profile": profile, "facts": facts}
-    if output is not None:
-        _end_cut_line(output)
     lines, stopped = run(ranks, options, cases, seconds, output)
     console.print(results.table([[line] for line in lines]))
     _print_failures(lines)
@@ -135,6 +138,8 @@ def run(
                 return lines, "no time was left for"
             if len(lines) == len(done):  # they ended without a word on the case
                 text = f"{ended}: {_said_by_ranks(log.read_text(errors='replace'))[-1500:]}"
+                if not start and not file.stat().st_size:
+                    raise _refused(f"no case can begin: {text}", 1)
                 _keep({**left[0].as_dict(), "ranks": ranks, "error": text, **options["facts"]}, lines, output)
     return lines, f"the ranks ended {STARTS} times and were not started again for"
 
@@ -167,11 +172,13 @@ def _start(
                 *whole, rest = (rest + found.read()).split("\n")
                 for one in whole:
                     heard = time.time()
-                    _keep(json.loads(one), lines, output)
+                    if one:
+                        _keep(json.loads(one), lines, output)
         finally:
             _stop(process)
         for one in (rest + found.read()).split("\n")[:-1]:
-            _keep(json.loads(one), lines, output)
+            if one:
+                _keep(json.loads(one), lines, output)
     if noted:
         raise typer.Exit(128 + noted[0])
     if ended is None:

@@ -414,7 +414,7 @@ def about(me: Rank) -> dict[str, Any]:
 
 
 def main(options: dict[str, Any]) -> int:
-    """Measures ``cases`` in order until ``deadline`` (seconds since the epoch); appends a line for each to ``results``."""
+    """Measures ``cases`` in order until ``deadline`` (seconds since the epoch); ``results`` gets an empty line, then theirs."""
     _end_with_the_launcher()
     fabric, device = options["fabric"], torch.device("cpu")
     if fabric == "nvshmem":
@@ -428,6 +428,9 @@ def main(options: dict[str, Any]) -> int:
     limits = ceilings(me)
     facts = {**about(me), **limits, **options["facts"]}
     with Path(options["results"]).open("a") as results:
+        if me.rank == 0:  # an empty line: whatever ends the ranks from here on, a case does
+            results.write("\n")
+            results.flush()
         for case in cases:
             if me.gather(time.time() > options["deadline"])[0]:
                 break

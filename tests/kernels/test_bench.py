@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from ep_backend.bench import cli, reading, results, worker
@@ -112,12 +113,16 @@ def test_a_run_records_a_failure_and_goes_on(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_ranks_that_end_are_started_again_without_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_cannot_even_begin_are_not_started_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     options = {"fabric": "nvshmem", "rounds": 1, "profile": False, "facts": {}}
-    lines, _ = cli.run(1, options, TINY[:2], 100.0)
-    assert [line["name"] for line in lines] == [c.name for c in TINY[:2]]
-    assert all("ended with status 1" in line["error"] for line in lines)
+    with pytest.raises(typer.Exit) as ended:
+        cli.run(1, options, TINY[:2], 100.0)
+    assert ended.value.exit_code == 1
+    found = capsys.readouterr()
+    assert not found.out and found.err.count("ep-backend: no case can begin: the ranks ended with status 1: ") == 1
 
 
 @pytest.mark.slow
@@ -166,7 +171,7 @@ def refused(arguments: list[str], status: int = 2) -> str:
     [
         (["--suite", "nope"], ["--suite nope: there is no such suite; choose tiny, decode"]),
         (["--only", "decode-3, decode-1"], ["--only decode-3: not in suite all; it has decode-128"]),
-        (["--fabric", "nope"], ["'nope'", "nvshmem", "host"]),
+        (["--fabric", "nope"], ["--fabric nope: there is no such fabric; choose nvshmem or host"]),
         (["--ranks", "0"], ["--ranks 0: give at least 1"]),
         (["--ranks", "-1"], ["--ranks -1: give at least 1"]),
         (["--rounds", "0"], ["--rounds 0: give at least 1"]),
@@ -177,8 +182,11 @@ def refused(arguments: list[str], status: int = 2) -> str:
             ["--fabric", "host", "--ranks", "1", "--suite", "two-hops"],
             ["--ranks 1: no case runs, because 1 ranks do not divide by 2 nodes"],
         ),
-        (["--output", "/proc/no/x.jsonl"], ["--output /proc/no/x.jsonl: it cannot be written (No such file or directory)"]),
-        (["--output", "/"], ["--output /: it cannot be written (Is a directory)"]),
+        (
+            ["--fabric", "host", "--output", "/proc/no/x.jsonl"],
+            ["--output /proc/no/x.jsonl: it cannot be written (No such file or directory)"],
+        ),
+        (["--fabric", "host", "--output", "/"], ["--output /: it cannot be written (Is a directory)"]),
     ],
 )
 def test_a_wrong_option_is_refused_at_once(arguments: list[str], reasons: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +202,7 @@ def test_a_chart_that_cannot_be_drawn_is_refused_at_once(monkeypatch: pytest.Mon
     assert "charts need matplotlib; install ep-backend[plot]" in refused(["--plot", "x.png"])
     found[0] = object()
     assert "choose .png, .svg, .pdf" in refused(["--plot", "x.jpg.txt"])
-    assert "--plot /proc/no/x.png: it cannot be written" in refused(["--plot", "/proc/no/x.png"])
+    assert "--plot /proc/no/x.png: it cannot be written" in refused(["--fabric", "host", "--plot", "/proc/no/x.png"])
 
 
 def test_the_kernels_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,10 +241,16 @@ def test_names_may_have_blanks_and_a_case_that_does_not_run_is_said(monkeypatch:
 
 
 def test_starts_that_are_used_up_are_not_called_lack_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(ranks: int, options: dict[str, Any], file: Path, log: Path, *others: Any) -> str:
+        file.write_text("\n")
+        log.write_text("a word")
+        return "the ranks ended with status 1"
+
     monkeypatch.setattr(cli, "STARTS", 2)
-    monkeypatch.setattr(cli, "_start", lambda *arguments: arguments[3].touch() or "the ranks ended with status 1")
+    monkeypatch.setattr(cli, "_start", start)
     lines, stopped = cli.run(2, {"facts": {}}, TINY, 100.0)
     assert [line["name"] for line in lines] == [c.name for c in TINY[:2]]
+    assert all(line["error"] == "the ranks ended with status 1: a word" for line in lines)
     assert stopped == "the ranks ended 2 times and were not started again for"
 
 
