@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +24,8 @@ from ep_backend.deployment.processes import signals_noted
 SILENCE_S = 90.0  # longest that one case may take
 GRACE_S = 30.0  # for the case under way when the time is up
 STARTS = 6  # of the ranks, after cases that ended them
+FABRICS = ("nvshmem", "host")
+CHARTS = (".png", ".svg", ".pdf")
 
 app = typer.Typer(add_completion=False)
 console = Console(stderr=True, soft_wrap=True, width=None if sys.stderr.isatty() else 150)
@@ -32,13 +34,15 @@ console = Console(stderr=True, soft_wrap=True, width=None if sys.stderr.isatty()
 @app.callback(invoke_without_command=True)
 def bench(
     context: typer.Context,
-    ranks: Annotated[int, typer.Option(help="processes, one a GPU (more than GPUs: they share)")] = 0,
+    ranks: Annotated[
+        int | None, typer.Option(help="processes, one a GPU (more than GPUs: they share); default: the GPUs, or 2")
+    ] = None,
     suite: Annotated[str, typer.Option(help="cases: " + ", ".join(SUITES))] = "all",
     only: Annotated[str, typer.Option(help="names of the suite's cases, with commas between")] = "",
-    fabric: Annotated[str, typer.Option(help="nvshmem or host")] = "nvshmem",
-    rounds: Annotated[int, typer.Option(help="timed rounds a case", min=1)] = 200,
-    sms: Annotated[int | None, typer.Option(help="most SMs of a kernel; default: the mode's own choice", min=1)] = None,
-    seconds: Annotated[float, typer.Option(help="begin no case later; the most telling come first", min=1)] = 500.0,
+    fabric: Annotated[str, typer.Option(help=" or ".join(FABRICS))] = FABRICS[0],
+    rounds: Annotated[int, typer.Option(help="timed rounds a case")] = 200,
+    sms: Annotated[int | None, typer.Option(help="most SMs of a kernel; default: the mode's own choice")] = None,
+    seconds: Annotated[float, typer.Option(help="begin no case later; the most telling come first")] = 500.0,
     profile: Annotated[bool, typer.Option("--profile", help="also time each kernel; that disturbs later cases")] = False,
     commit: Annotated[str, typer.Option(help="of this code, where there is no git to ask")] = "",
     output: Annotated[Path | None, typer.Option(help="append the JSON lines to this file")] = None,
@@ -50,21 +54,37 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
-    if suite not in SUITES:
-        raise typer.BadParameter(f"{suite!r} is none of {', '.join(SUITES)}", param_hint="--suite")
-    ranks = ranks or _gpus() or 2
-    cases = _chosen(suite, only, ranks, sms)
+    for option, value in (("--ranks", ranks), ("--rounds", rounds), ("--sms", sms), ("--seconds", seconds)):
+        if value is not None and not value >= 1:
+            raise _refused(f"{option} {value:g}: give at least 1")
+    if fabric not in FABRICS:
+        raise _refused(f"--fabric {fabric}: there is no such fabric; choose {' or '.join(FABRICS)}")
+    named = _named(suite, only)
+    if plot is not None:
+        _check_plot(plot)
+    gpus = _gpus()
+    if fabric == "nvshmem" and not gpus:
+        raise _refused("--fabric nvshmem: there is no CUDA device here; use --fabric host")
+    ranks = ranks or gpus or 2
+    cases = [replace(c, sms=sms) for c in _runnable(named, ranks)]
+    for option, file in (("--output", output), ("--plot", plot)):
+        if file is not None:
+            _check_writable(option, file)
+    if output is not None:
+        _end_cut_line(output)
     given = sys.argv[1:]
     facts = {
         "commit": commit or _commit(),
         "command": shlex.join(["ep-backend", "bench", *(given[1:] if given[:1] == ["bench"] else given)]),
     }
     options = {"fabric": fabric, "rounds": rounds, "profile": profile, "facts": facts}
-    lines = run(ranks, options, cases, seconds, output)
+    lines, stopped = run(ranks, options, cases, seconds, output)
     console.print(results.table([[line] for line in lines]))
     _print_failures(lines)
     if left := [c.name for c in cases if c.name not in {line["name"] for line in lines}]:
-        console.print(f"no time was left for {', '.join(left)}")
+        console.print(f"{stopped} {', '.join(left)}", markup=False, highlight=False)
+    if not lines:
+        raise _refused(f"--seconds {seconds:g}: nothing was measured before they were over; give more", 1)
     if plot is not None:
         results.draw(lines, plot)
     if any("error" in line for line in lines):
@@ -77,18 +97,32 @@ def several_starts(
     markdown: Annotated[Path | None, typer.Option(help="write the table there in Markdown")] = None,
 ) -> None:
     """Merge process starts into one table: the median of the medians, their range, target and verdict."""
-    lines = [json.loads(text) for file in files for text in file.read_text(encoding="utf-8").splitlines()]
+    from ep_backend.bench.reading import read
+
+    lines = []
+    for file in files:
+        try:
+            found, notes = read(file)
+        except ValueError as error:
+            raise _refused(str(error)) from None
+        lines += found
+        for note in notes:
+            console.print(note, markup=False, highlight=False)
     groups = results.merge(lines)
     console.print(results.table(groups))
     _print_failures(lines)
     if markdown is not None:
+        _check_writable("--markdown", markdown)
         markdown.write_text(results.markdown(groups), encoding="utf-8")
 
 
 def run(
     ranks: int, options: dict[str, Any], cases: list[Case], seconds: float, output: Path | None = None
-) -> list[dict[str, Any]]:
-    """Start the ranks with torchrun, and again without the case that ended them; every line, as it comes also to ``output``."""
+) -> tuple[list[dict[str, Any]], str]:
+    """Start the ranks with torchrun, and again without the case that ended them.
+
+    Every line, as it comes also to ``output``, and what to say of cases that have none.
+    """
     lines: list[dict[str, Any]] = []
     deadline = time.time() + seconds
     with tempfile.TemporaryDirectory() as folder:
@@ -96,16 +130,18 @@ def run(
             done = {line["name"] for line in lines}
             left = [c for c in cases if c.name not in done]
             if not left or time.time() > deadline:
-                break
+                return lines, "no time was left for"
             file, log = Path(folder, f"{start}.jsonl"), Path(folder, f"{start}.log")
             asked = {**options, "cases": [c.as_dict() for c in left], "deadline": deadline, "results": str(file)}
             ended = _start(ranks, asked, file, log, lines, output)
             if ended is None:
-                break
+                return lines, "no time was left for"
             if len(lines) == len(done):  # they ended without a word on the case
                 text = f"{ended}: {_said_by_ranks(log.read_text(errors='replace'))[-1500:]}"
+                if not start and not file.stat().st_size:
+                    raise _refused(f"no case can begin: {text}", 1)
                 _keep({**left[0].as_dict(), "ranks": ranks, "error": text, **options["facts"]}, lines, output)
-    return lines
+    return lines, f"the ranks ended {STARTS} times and were not started again for"
 
 
 def _said_by_ranks(log: str) -> str:
@@ -136,11 +172,13 @@ def _start(
                 *whole, rest = (rest + found.read()).split("\n")
                 for one in whole:
                     heard = time.time()
-                    _keep(json.loads(one), lines, output)
+                    if one:
+                        _keep(json.loads(one), lines, output)
         finally:
             _stop(process)
         for one in (rest + found.read()).split("\n")[:-1]:
-            _keep(json.loads(one), lines, output)
+            if one:
+                _keep(json.loads(one), lines, output)
     if noted:
         raise typer.Exit(128 + noted[0])
     if ended is None:
@@ -161,8 +199,11 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 def _keep(line: dict[str, Any], lines: list[dict[str, Any]], output: Path | None) -> None:
     lines.append(line)
     if output is not None:
-        with output.open("a") as f:
-            f.write(json.dumps(line) + "\n")
+        try:
+            with output.open("a") as f:
+                f.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise _unwritable("--output", output, error, 1) from None
     else:
         print(json.dumps(line), flush=True)
 
@@ -173,15 +214,62 @@ def _print_failures(lines: list[dict[str, Any]]) -> None:
             console.print(f"{line['name']}: {line['error']}", markup=False, highlight=False)
 
 
-def _chosen(suite: str, only: str, ranks: int, sms: int | None) -> list[Case]:
-    names = {c.name for c in SUITES[suite]}
-    wanted = set(only.split(",")) if only else names
-    if wrong := wanted - names:
-        raise typer.BadParameter(f"{', '.join(sorted(wrong))}: none of {', '.join(sorted(names))}", param_hint="--only")
-    cases = [replace(c, sms=sms) for c in SUITES[suite] if c.name in wanted and c.runs_on(ranks)]
-    if not cases:
-        raise typer.BadParameter(f"none of these cases runs on {ranks} ranks", param_hint="--only")
-    return cases
+def _refused(text: str, status: int = 2) -> typer.Exit:
+    print(f"ep-backend: {text}", file=sys.stderr)
+    return typer.Exit(status)
+
+
+def _named(suite: str, only: str) -> list[Case]:
+    if suite not in SUITES:
+        raise _refused(f"--suite {suite}: there is no such suite; choose {', '.join(SUITES)}")
+    names = [c.name for c in SUITES[suite]]
+    wanted = {name.strip() for name in only.split(",") if name.strip()}
+    if wrong := sorted(wanted - set(names)):
+        raise _refused(f"--only {', '.join(wrong)}: not in suite {suite}; it has {', '.join(names)}")
+    return [c for c in SUITES[suite] if not wanted or c.name in wanted]
+
+
+def _runnable(cases: list[Case], ranks: int) -> list[Case]:
+    """Those that run on so many ranks; says why others do not."""
+    found = [c for c in cases if c.hindrance(ranks) is None]
+    hindered: dict[str, list[str]] = {}
+    for case in cases:
+        if why := case.hindrance(ranks):
+            hindered.setdefault(why, []).append(case.name)
+    if not found:
+        raise _refused(f"--ranks {ranks}: no case runs, because {'; '.join(hindered)}; choose another number")
+    for why, names in hindered.items():
+        console.print(f"left out, because {why}: {', '.join(names)}", markup=False, highlight=False)
+    return found
+
+
+def _check_plot(file: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise _refused(f"--plot {file}: charts need matplotlib; install ep-backend[plot], or leave --plot out")
+    if file.suffix.lower() not in CHARTS:
+        raise _refused(f"--plot {file}: the chart's format follows from the file's ending; choose {', '.join(CHARTS)}")
+
+
+def _check_writable(option: str, file: Path) -> None:
+    try:
+        with file.open("ab"):
+            pass
+    except OSError as error:
+        raise _unwritable(option, file, error) from None
+
+
+def _end_cut_line(file: Path) -> None:
+    """An interrupted run may have left one, and the next line must not become part of it."""
+    if not file.is_file() or not file.stat().st_size:
+        return
+    with file.open("rb+") as f:
+        f.seek(-1, os.SEEK_END)
+        if f.read() != b"\n":
+            f.write(b"\n")
+
+
+def _unwritable(option: str, file: Path, error: OSError, status: int = 2) -> typer.Exit:
+    return _refused(f"{option} {file}: it cannot be written ({error.strerror}); choose another file", status)
 
 
 def _commit() -> str | None:
@@ -193,10 +281,12 @@ def _commit() -> str | None:
 
 
 def _gpus() -> int:
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
-    return sum(line.startswith("GPU ") for line in listed.splitlines())
+    """As the ranks will see them."""
+    try:
+        import torch
+    except ImportError as error:
+        raise _refused(f"the bench needs PyTorch, which does not import here ({error}); install torch") from None
+    return torch.cuda.device_count()
 
 
 if __name__ == "__main__":

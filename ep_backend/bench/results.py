@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from ep_backend.bench.suites import Case
 from ep_backend.bench.targets import OPS, target
 
 Line = dict[str, Any]
-SAME = ("name", "ranks", "device", "fabric", "mode", "layout", "fp8", "graph", "sms", "input_hash")
+# What ran a case. Only lines that agree in it are judged by each other, and where rows differ in it, it has a column.
+RUN = ("ranks", "device", "fabric", "sms", "rounds", "commit", "driver", "nvshmem", "torch")
+SAME = frozenset([*(field.name for field in fields(Case)), "input_hash", *RUN])
 CEILINGS = ("ceiling_gb_s", "ingress_gb_s", "hbm_copy_gb_s", "empty_graph_us")
 COLUMNS = ("case", "ranks", "starts", "op", "target", "p50", "range", "p99", "verdict", "GB/s", "ceiling", "remote bytes")
 
@@ -33,7 +37,7 @@ def medians(group: list[Line]) -> Line:
     def median(key: str, op: str | None = None) -> float:
         return float(statistics.median(line[op][key] if op else line[key] for line in group))
 
-    merged: Line = {key: median(key) for key in CEILINGS if key in group[0]}
+    merged: Line = {key: median(key) for key in CEILINGS if all(key in line for line in group)}
     for op in OPS:
         figures = {key: median(key, op) for key in ("p50_us", "p90_us", "p99_us", "max_us", "remote_gb_s", "logical_gb_s")}
         exact = all(line[op]["bytes_as_predicted"] for line in group)
@@ -41,12 +45,23 @@ def medians(group: list[Line]) -> Line:
     return {**group[0], **merged}
 
 
+def _varied(groups: list[list[Line]]) -> list[str]:
+    """By what the rows' runs differ, but for the number of ranks, which has a column anyway."""
+    found = [group[0] for group in groups if "error" not in group[0]]
+    return [key for key in RUN if key != "ranks" and len({line.get(key) for line in found}) > 1]
+
+
+def columns(groups: list[list[Line]]) -> tuple[str, ...]:
+    return *COLUMNS, *_varied(groups)
+
+
 def cells(groups: list[list[Line]]) -> list[tuple[str, ...]]:
-    """A row for each operation of each group, for COLUMNS; times in microseconds, GB/s of bytes that left the busiest rank."""
+    """A row for each operation of each group; times in microseconds, GB/s of bytes that left the busiest rank."""
     rows: list[tuple[str, ...]] = []
     merged = [(group, medians(group)) for group in groups if "error" not in group[0]]
+    varied = _varied(groups)
     for group, line in merged:
-        alike = {m["name"]: m for _, m in merged if (m["ranks"], m["device"]) == (line["ranks"], line["device"])}
+        alike = {m["name"]: m for _, m in merged if all(m.get(key) == line.get(key) for key in RUN)}
         for op in OPS:
             limit, found = target(line, op, alike), line[op]
             p50 = [one[op]["p50_us"] for one in group]
@@ -61,6 +76,7 @@ def cells(groups: list[list[Line]]) -> list[tuple[str, ...]]:
                     _short(found["remote_gb_s"]),
                     _short(line["ceiling_gb_s"]) if "ceiling_gb_s" in line else "",
                     f"{found['remote_bytes']} {'as' if found['bytes_as_predicted'] else 'NOT as'} predicted",
+                    *("" if line.get(key) is None else str(line[key]) for key in varied),
                 )
             )
     return rows
@@ -81,7 +97,7 @@ def _verdict(p50: float, limit: float) -> str:
 
 
 def table(groups: list[list[Line]]) -> Table:
-    result = Table(*COLUMNS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    result = Table(*columns(groups), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in cells(groups):
         result.add_row(*row)
     for group in groups:
@@ -91,10 +107,14 @@ def table(groups: list[list[Line]]) -> Table:
 
 
 def markdown(groups: list[list[Line]]) -> str:
-    """The same in Markdown, with where and how it was measured."""
-    text = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
-    text += ["| " + " | ".join(row) + " |" for row in cells(groups)]
-    facts = ("device", "driver", "cuda", "nvshmem", "torch", "fabric", "waiting_sms", "commit", "command", "time")
+    """The same in Markdown for merged lines, with where and how it was measured."""
+    rows = [columns(groups), *cells(groups)]
+    blocks = [_blocks(group[0][op]) for group in groups for op in OPS]
+    if any(blocks):
+        rows = [(*row, one) for row, one in zip(rows, ["blocks of each launch", *blocks], strict=True)]
+    text = ["| " + " | ".join(row) + " |" for row in rows]
+    text.insert(1, "|" + " --- |" * len(rows[0]))
+    facts = ("device", "driver", "cuda", "nvshmem", "torch", "fabric", "commit", "command", "time")
     every = [line for group in groups for line in group]
     notes = []
     for key in (*facts, *CEILINGS):
@@ -103,6 +123,10 @@ def markdown(groups: list[list[Line]]) -> str:
             notes.append(f"- {key}: {', '.join(shown)}")
     head = "p50, range and p99 in microseconds of the slowest rank: the median over starts, and the least and largest p50."
     return "\n".join([head, "", *text, "", *notes, ""])
+
+
+def _blocks(found: Line) -> str:
+    return ", ".join(f"{kernel} {'+'.join(map(str, each))}" for kernel, each in found.get("blocks", {}).items())
 
 
 def draw(lines: list[Line], path: Path) -> None:

@@ -34,9 +34,11 @@ class Case:
     def two_hops(self) -> bool:
         return Mode(self.mode).spec.two_hops and self.nodes > 1
 
-    def runs_on(self, ranks: int) -> bool:
-        """Nodes of one rank each have the rail hop alone: their relays forward to themselves."""
-        return self.experts % ranks == 0 and ranks % self.nodes == 0
+    def hindrance(self, ranks: int) -> str | None:
+        """Why it cannot run on so many. Nodes of one rank each have the rail hop alone: their relays forward to themselves."""
+        if self.experts % ranks:
+            return f"{self.experts} experts do not divide by {ranks} ranks"
+        return f"{ranks} ranks do not divide by {self.nodes} nodes" if ranks % self.nodes else None
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)

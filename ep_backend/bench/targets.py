@@ -35,7 +35,7 @@ def target(line: Mapping[str, Any], op: str, run: Mapping[str, Mapping[str, Any]
     if name in RATIOS:
         factor, base = RATIOS[name]
         return factor * run[base][op]["p50_us"] if base in run else None
-    if line["routing"] != "uniform" and line["nodes"] == 1 and FIXED in run:
+    if line["routing"] != "uniform" and line["nodes"] == 1 and FIXED in run and "ingress_gb_s" in line:
         busiest = line[op]["busiest_port_bytes"] / line["ingress_gb_s"] / 1e3
         return SKEW * float(busiest) + float(run[FIXED][op]["p50_us"])
     return None

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ep_backend.bench.cases import dequantized, draw, expected, predicted
 from ep_backend.bench.suites import Case
 from ep_backend.buffer import EpBuffer
-from ep_backend.modes import Layout
+from ep_backend.modes import Layout, Mode
 
 OPS = ("dispatch", "combine")
 LEAD_NS = 3_000_000  # the device sleeps while the host queues a batch of rounds
@@ -96,6 +96,15 @@ class Workload:
 
     def combine(self) -> None:
         self.buffer.combine(self.y, self.got.handle, out=self.out)
+
+    def blocks(self, op: str) -> dict[str, list[int]]:
+        """Of every launch of the last call's operation, by kernel; the nvshmem fabric's."""
+        call = self.got.handle.call
+        found: dict[str, list[int]] = {}
+        for part in ("count", op) if call.mode is Mode.NORMAL and op == "dispatch" else (op,):
+            for one in call.state.plan.launches(part, call, send=True, receive=True):
+                found.setdefault(one.kernel, []).append(one.blocks)
+        return found
 
     def experts(self) -> None:
         """What a rank's experts would return; NaN in rows that combine must not read."""
@@ -326,6 +335,7 @@ def measure(me: Rank, case: Case, buffers: Buffers, count: int, profiled: bool) 
             "busiest_port_bytes": wanted["busiest_port"],
             "remote_gb_s": round(max(remote) / p50 / 1e3, 1),
             "logical_gb_s": round(max(r + s["local"] for r, s in zip(remote, sent, strict=True)) / p50 / 1e3, 1),
+            **({"blocks": w.blocks(op)} if me.fabric == "nvshmem" else {}),
         }
     return line
 
@@ -392,7 +402,6 @@ def about(me: Rank) -> dict[str, Any]:
     }
     if not me.cuda:
         return {**facts, "device": f"cpu ({platform.machine()})"}
-    from ep_backend.fabric.nvshmem.launches import SMS
     from ep_backend.fabric.nvshmem.world import joined
 
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -400,12 +409,12 @@ def about(me: Rank) -> dict[str, Any]:
     return {
         **facts,
         **{"device": torch.cuda.get_device_name(me.device), "driver": driver[0] if driver else None},
-        **{"cuda": torch.version.cuda, "nvshmem": joined().library, "waiting_sms": SMS},
+        **{"cuda": torch.version.cuda, "nvshmem": joined().library},
     }
 
 
 def main(options: dict[str, Any]) -> int:
-    """Measures ``cases`` in order until ``deadline`` (seconds since the epoch); appends a line for each to ``results``."""
+    """Measures ``cases`` in order until ``deadline`` (seconds since the epoch); ``results`` gets an empty line, then theirs."""
     _end_with_the_launcher()
     fabric, device = options["fabric"], torch.device("cpu")
     if fabric == "nvshmem":
@@ -419,6 +428,9 @@ def main(options: dict[str, Any]) -> int:
     limits = ceilings(me)
     facts = {**about(me), **limits, **options["facts"]}
     with Path(options["results"]).open("a") as results:
+        if me.rank == 0:  # an empty line: whatever ends the ranks from here on, a case does
+            results.write("\n")
+            results.flush()
         for case in cases:
             if me.gather(time.time() > options["deadline"])[0]:
                 break

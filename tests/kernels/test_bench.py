@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from ep_backend.bench import cli, results, worker
+from ep_backend.bench import cli, reading, results, worker
 from ep_backend.bench.suites import SUITES, TINY, Case
 from ep_backend.bench.targets import LIMITS, RATIOS
 from tests.core.pool import World
@@ -26,7 +27,7 @@ def of_rank(world: World) -> worker.Rank:
 
 def measured(world: World) -> list[dict[str, Any]]:
     me = of_rank(world)
-    cases = [c for c in TINY if c.runs_on(me.size)]
+    cases = [c for c in TINY if not c.hindrance(me.size)]
     buffers = worker.Buffers(me, cases)
     lines = [worker.measure(me, case, buffers, 2, profiled=False) for case in cases]
     buffers.close()
@@ -36,13 +37,23 @@ def measured(world: World) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_mode_is_checked_and_sends_what_is_predicted(ranks: Any, fabric: str, size: int) -> None:
     for lines in ranks(size, fabric).run(measured, timeout=120):
-        assert [line["name"] for line in lines] == [c.name for c in TINY if c.runs_on(size)]
+        assert [line["name"] for line in lines] == [c.name for c in TINY if not c.hindrance(size)]
         for line in lines:
             for op in ("dispatch", "combine"):
                 found = line[op]
                 assert 0 < found["p50_us"] <= found["p99_us"] <= found["max_us"]
                 assert found["bytes_as_predicted"] and 0 < found["remote_bytes"] <= found["busiest_port_bytes"]
                 assert bool(found["scale_out_bytes"]) == (line["nodes"] > 1)
+                assert ("blocks" in found) == (fabric != "host")
+            if fabric == "host":
+                continue
+            sent, summed = line["dispatch"]["blocks"], line["combine"]["blocks"]
+            assert all(count > 0 for each in (*sent.values(), *summed.values()) for count in each)
+            kernels = {"low_latency": ("dispatch", "sums"), "direct": ("dispatch", "combine")}.get(line["mode"])
+            if kernels:
+                assert (list(sent), list(summed)) == ([kernels[0]], [kernels[1]])
+            if line["mode"] == "normal":
+                assert list(sent)[:2] == ["ring_count", "ring_dispatch"] and list(summed) == ["ring_combine"]
 
 
 class Breaking(worker.Workload):
@@ -102,12 +113,16 @@ def test_a_run_records_a_failure_and_goes_on(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_ranks_that_end_are_started_again_without_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_cannot_even_begin_are_not_started_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     options = {"fabric": "nvshmem", "rounds": 1, "profile": False, "facts": {}}
-    lines = cli.run(1, options, TINY[:2], 100.0)
-    assert [line["name"] for line in lines] == [c.name for c in TINY[:2]]
-    assert all("ended with status 1" in line["error"] for line in lines)
+    with pytest.raises(typer.Exit) as ended:
+        cli.run(1, options, TINY[:2], 100.0)
+    assert ended.value.exit_code == 1
+    found = capsys.readouterr()
+    assert not found.out and found.err.count("ep-backend: no case can begin: the ranks ended with status 1: ") == 1
 
 
 @pytest.mark.slow
@@ -142,16 +157,109 @@ def test_a_run_that_is_stopped_leaves_no_rank(tmp_path: Path) -> None:
 
 
 def test_no_case_begins_when_the_time_is_up() -> None:
-    assert cli.run(2, {"facts": {}}, TINY, -1.0) == []
+    assert cli.run(2, {"facts": {}}, TINY, -1.0) == ([], "no time was left for")
+
+
+def refused(arguments: list[str], status: int = 2) -> str:
+    done = CliRunner().invoke(cli.app, arguments)
+    assert done.exit_code == status and isinstance(done.exception, SystemExit), done.output
+    return " ".join(done.output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [(["--suite", "nope"], "nope"), (["--only", "decode-3"], "decode-3"), (["--ranks", "3"], "3 ranks")],
+    ("arguments", "reasons"),
+    [
+        (["--suite", "nope"], ["--suite nope: there is no such suite; choose tiny, decode"]),
+        (["--only", "decode-3, decode-1"], ["--only decode-3: not in suite all; it has decode-128"]),
+        (["--fabric", "nope"], ["--fabric nope: there is no such fabric; choose nvshmem or host"]),
+        (["--ranks", "0"], ["--ranks 0: give at least 1"]),
+        (["--ranks", "-1"], ["--ranks -1: give at least 1"]),
+        (["--rounds", "0"], ["--rounds 0: give at least 1"]),
+        (["--sms", "0"], ["--sms 0: give at least 1"]),
+        (["--seconds", "nan"], ["--seconds nan: give at least 1"]),
+        (["--fabric", "host", "--ranks", "7"], ["--ranks 7: no case runs, because 256 experts do not divide by 7 ranks"]),
+        (
+            ["--fabric", "host", "--ranks", "1", "--suite", "two-hops"],
+            ["--ranks 1: no case runs, because 1 ranks do not divide by 2 nodes"],
+        ),
+        (
+            ["--fabric", "host", "--output", "/proc/no/x.jsonl"],
+            ["--output /proc/no/x.jsonl: it cannot be written (No such file or directory)"],
+        ),
+        (["--fabric", "host", "--output", "/"], ["--output /: it cannot be written (Is a directory)"]),
+    ],
 )
-def test_a_wrong_word_is_named(arguments: list[str], reason: str) -> None:
-    done = CliRunner().invoke(cli.app, arguments)
-    assert done.exit_code == 2 and reason in done.output
+def test_a_wrong_option_is_refused_at_once(arguments: list[str], reasons: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "run", None)
+    said = refused(arguments)
+    assert all(reason in said for reason in reasons), said
+
+
+def test_a_chart_that_cannot_be_drawn_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "run", None)
+    found: list[object | None] = [None]
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: found[0])
+    assert "charts need matplotlib; install ep-backend[plot]" in refused(["--plot", "x.png"])
+    found[0] = object()
+    assert "choose .png, .svg, .pdf" in refused(["--plot", "x.jpg.txt"])
+    assert "--plot /proc/no/x.png: it cannot be written" in refused(["--fabric", "host", "--plot", "/proc/no/x.png"])
+
+
+def test_the_kernels_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "run", None)
+    monkeypatch.setattr(cli, "_gpus", lambda: 0)
+    assert refused([]) == "ep-backend: --fabric nvshmem: there is no CUDA device here; use --fabric host"
+
+
+def tiny(monkeypatch: pytest.MonkeyPatch, *lines: dict[str, Any], stopped: str, arguments: tuple[str, ...] = ()) -> Any:
+    """What the command makes of a run that gave these lines."""
+    asked: list[str] = []
+
+    def run(ranks: int, options: Any, cases: list[Case], *others: Any) -> Any:
+        asked.extend(c.name for c in cases)
+        return list(lines), stopped
+
+    monkeypatch.setattr(cli, "run", run)
+    done = CliRunner().invoke(cli.app, ["--fabric", "host", "--suite", "tiny", "--ranks", "2", *arguments])
+    return done, asked
+
+
+def test_a_run_that_measures_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    done, _ = tiny(monkeypatch, stopped="no time was left for", arguments=("--seconds", "1"))
+    assert done.exit_code == 1
+    assert "no time was left for tiny-decode-128" in done.output
+    assert "ep-backend: --seconds 1: nothing was measured before they were over; give more" in done.output
+
+
+def test_names_may_have_blanks_and_a_case_that_does_not_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = {"name": TINY[0].name, "ranks": 1, "error": "no"}
+    names = f"{TINY[0].name}, {TINY[3].name} ,"
+    done, asked = tiny(monkeypatch, failed, stopped="no time", arguments=("--only", names, "--ranks", "1"))
+    assert asked == [TINY[0].name] and done.exit_code == 1
+    assert f"left out, because 1 ranks do not divide by 2 nodes: {TINY[3].name}" in done.output
+    assert "no time" not in done.output
+
+
+def test_starts_that_are_used_up_are_not_called_lack_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(ranks: int, options: dict[str, Any], file: Path, log: Path, *others: Any) -> str:
+        file.write_text("\n")
+        log.write_text("a word")
+        return "the ranks ended with status 1"
+
+    monkeypatch.setattr(cli, "STARTS", 2)
+    monkeypatch.setattr(cli, "_start", start)
+    lines, stopped = cli.run(2, {"facts": {}}, TINY, 100.0)
+    assert [line["name"] for line in lines] == [c.name for c in TINY[:2]]
+    assert all(line["error"] == "the ranks ended with status 1: a word" for line in lines)
+    assert stopped == "the ranks ended 2 times and were not started again for"
+
+
+def test_a_run_begins_its_own_line_behind_a_cut_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "lines.jsonl"
+    for before, after in [('{"na', '{"na\n'), ("{}\n", "{}\n"), ("", "")]:
+        file.write_text(before)
+        tiny(monkeypatch, stopped="", arguments=("--output", str(file)))
+        assert file.read_text() == after
 
 
 def line(name: str, dispatch: float, combine: float, **changes: Any) -> dict[str, Any]:
@@ -163,6 +271,117 @@ def line(name: str, dispatch: float, combine: float, **changes: Any) -> dict[str
     facts = {"ranks": 4, "device": "NVIDIA H200", "ceiling_gb_s": 360.0, "ingress_gb_s": 300.0}
     merged = {**case, **facts, **ops, **changes}
     return {**merged, "gpus_per_node": merged["ranks"] // merged["nodes"]}
+
+
+def table(tmp_path: Path, *texts: str | bytes) -> Any:
+    """The command on files of these contents; its table, as Markdown, is in page.md."""
+    files = []
+    for n, text in enumerate(texts):
+        files.append(tmp_path / f"{n}.jsonl")
+        files[-1].write_bytes(text if isinstance(text, bytes) else text.encode())
+    return CliRunner().invoke(cli.app, ["table", *map(str, files), "--markdown", str(tmp_path / "page.md")])
+
+
+def page_rows(tmp_path: Path) -> list[list[str]]:
+    """Of the Markdown table, the head first."""
+    rows = [
+        [cell.strip() for cell in row.split("|")[1:-1]]
+        for row in (tmp_path / "page.md").read_text().splitlines()
+        if row.startswith("| ")
+    ]
+    return [rows[0], *rows[2:]]
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [("commit", ("aaaa", "bbbb")), ("rounds", (20, 200)), ("driver", ("580", "590")), ("nvshmem", ("3.4.5", "3.5.0"))],
+)
+def test_different_code_has_rows_of_its_own(tmp_path: Path, key: str, values: tuple[Any, Any]) -> None:
+    lines = [
+        line(name, us, us, **{key: value}) for name, us in (("prefill-4096", 100.0), ("normal-4096", 60.0)) for value in values
+    ]
+    lines[0]["dispatch"]["p50_us"] = 40.0  # of the first code alone: normal may take 1.25 times that
+    done = table(tmp_path, *(json.dumps(one) + "\n" for one in lines))
+    assert done.exit_code == 0 and key in done.output
+    head, *rows = page_rows(tmp_path)
+    assert head[-1] == key
+    found = {(row[0], row[3], row[-1]): row for row in rows}
+    assert len(found) == len(rows) == 8 and {row[2] for row in rows} == {"1"}
+    verdicts = [found["normal-4096", "dispatch", str(value)] for value in values]
+    assert [row[8] for row in verdicts] == ["missed, 1.20 x", "met"]
+
+
+def test_the_same_code_has_no_column(tmp_path: Path) -> None:
+    table(tmp_path, *(json.dumps(line("decode-1", 8.0, 8.0, commit="aaaa")) for _ in range(2)))
+    text = (tmp_path / "page.md").read_text()
+    assert "| remote bytes |\n" in text and "| decode-1 | 4 | 2 | dispatch |" in text and "- commit: aaaa\n" in text
+
+
+def test_blocks_of_launches_are_shown_where_they_are_known(tmp_path: Path) -> None:
+    new, old = line("decode-1", 8.0, 8.0), line("decode-8", 8.0, 8.0, waiting_sms=24)
+    new["combine"]["blocks"] = {"combine": [132, 24], "sums": [2]}
+    assert table(tmp_path, json.dumps(new) + "\n" + json.dumps(old)).exit_code == 0
+    last = [row[-1] for row in page_rows(tmp_path)]
+    assert last == ["blocks of each launch", "", "combine 132+24, sums 2", "", ""]
+
+
+@pytest.mark.parametrize(
+    "rest", ["", "\n\n", "\r\n", '{"name": "deco', '{"name": "deco\n{"error": "no", "name": "x", "ranks": 2}']
+)
+def test_blank_and_cut_lines_do_no_harm(tmp_path: Path, rest: str) -> None:
+    done = table(tmp_path, json.dumps(line("decode-1", 8.0, 8.0)) + "\n" + rest)
+    assert done.exit_code == 0, done.output
+    assert "| decode-1 | 4 | 1 | dispatch |" in (tmp_path / "page.md").read_text()
+    assert ("0.jsonl:2 is cut" in done.output.replace("\n", "")) == ("deco" in rest)
+
+
+def test_an_empty_file_is_an_empty_table(tmp_path: Path) -> None:
+    assert table(tmp_path, "").exit_code == 0
+    assert "| case | ranks |" in (tmp_path / "page.md").read_text()
+
+
+WHOLE = json.dumps(line("decode-1", 8.0, 8.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("hello", "0.jsonl:1: no JSON (Expecting value"),
+        (WHOLE + "\nhello\n" + WHOLE, "0.jsonl:2: no JSON"),
+        (WHOLE + "\n" + WHOLE + WHOLE + "\n", "0.jsonl:2: no JSON (Extra data"),
+        (b"{}\n\xff\x00", "0.jsonl:2: no text (byte 3 is not UTF-8)"),
+        (b"\x00\x01", "0.jsonl:1: no JSON"),
+        ("[" * 100_000, "0.jsonl:1: no JSON"),
+        ("[]", "0.jsonl:1: no line of the bench (a list, not an object)"),
+        ("{}", "0.jsonl:1: no line of the bench (name: field required)"),
+        ('{"error": 1, "name": "x", "ranks": 2}', "error: input should be a valid string"),
+        (WHOLE.replace('"commit": null, ', "").replace('"ranks": 4', '"ranks": 0'), "ranks: input should be greater than"),
+        (json.dumps(line("decode-1", 8.0, 8.0, commit=["a"])), "commit: input should be a valid string"),
+        (json.dumps(line("decode-1", float("nan"), 8.0)), "dispatch.p50_us: input should be a finite number"),
+    ],
+)
+def test_what_the_bench_did_not_write_is_refused(tmp_path: Path, text: str | bytes, reason: str) -> None:
+    done = table(tmp_path, text)
+    assert done.exit_code == 2 and isinstance(done.exception, SystemExit), done.output
+    assert reason in done.output and "`ep-backend bench --output FILE` wrote" in done.output
+    assert len(done.output.splitlines()) == 1 and not (tmp_path / "page.md").exists()
+
+
+def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
+    said = refused(["table", str(tmp_path / "no.jsonl")])
+    assert f"{tmp_path}/no.jsonl cannot be read: No such file or directory" in said
+    assert f"{tmp_path} cannot be read: Is a directory" in refused(["table", str(tmp_path)])
+    file = tmp_path / "lines.jsonl"
+    file.write_text("")
+    assert "--markdown /proc/no/m.md: it cannot be written" in refused(["table", str(file), "--markdown", "/proc/no/m.md"])
+
+
+@pytest.mark.parametrize(
+    "file", sorted((Path(__file__).parents[2] / "docs" / "results").glob("kernels-*.jsonl")), ids=lambda f: f.stem
+)
+def test_recorded_results_are_read(file: Path) -> None:
+    lines, notes = reading.read(file)
+    assert lines and not notes and results.markdown(results.merge(lines))
 
 
 def test_starts_are_merged_and_judged(tmp_path: Path) -> None:
