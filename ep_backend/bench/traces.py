@@ -12,7 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from ep_backend.fabric.nvshmem.launch import IMAGE_KERNELS
+from ep_backend.fabric.nvshmem.images import IMAGE_KERNELS
 
 OURS = re.compile("|".join(f"^ep_{name}$" for names in IMAGE_KERNELS.values() for name in names))
 # The kernel that begins a dispatch, one a layer and micro-batch; and both ends of one whose phases are apart.

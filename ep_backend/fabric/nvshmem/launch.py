@@ -14,8 +14,7 @@ from ep_backend.errors import EpError
 from ep_backend.fabric.base import Call
 from ep_backend.fabric.meeting import Meeting
 from ep_backend.fabric.nvshmem import images, world
-from ep_backend.fabric.nvshmem.images import IMAGE_KERNELS as IMAGE_KERNELS
-from ep_backend.fabric.nvshmem.images import IMAGES, PUT_IMAGES
+from ep_backend.fabric.nvshmem.images import IMAGE_KERNELS, IMAGES, PUT_IMAGES
 from ep_backend.fabric.nvshmem.world import check, driver
 from ep_backend.layout import Payload
 
