@@ -31,6 +31,15 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, cutoff: float 
     return f"did you mean `{close[0]}`?" if close else otherwise
 
 
+def ranks_by_value(values: Iterable[str | None]) -> str:
+    """What each rank says, in order of the ranks, those who say the same together; None says nothing."""
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        if value is not None:
+            ranks.setdefault(value, []).append(str(rank))
+    return "; ".join(f"rank {', '.join(those)}: {value}" for value, those in ranks.items())
+
+
 class EpError(RuntimeError):
     """Base of the errors that a buffer raises at run time."""
 

@@ -161,6 +161,11 @@ def _start(
     file.touch()
     rest = ""  # of a line that is not whole yet
     noted: list[int] = []
+
+    def keep(whole: list[str]) -> None:
+        for one in filter(None, whole):
+            _keep(json.loads(one), lines, output)
+
     with signals_noted(noted.append), log.open("wb") as said, file.open() as found:
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=env)
         try:
@@ -170,15 +175,12 @@ def _start(
                     break
                 time.sleep(0.1)
                 *whole, rest = (rest + found.read()).split("\n")
-                for one in whole:
+                if whole:
                     heard = time.time()
-                    if one:
-                        _keep(json.loads(one), lines, output)
+                keep(whole)
         finally:
             _stop(process)
-        for one in (rest + found.read()).split("\n")[:-1]:
-            if one:
-                _keep(json.loads(one), lines, output)
+        keep((rest + found.read()).split("\n")[:-1])
     if noted:
         raise typer.Exit(128 + noted[0])
     if ended is None:

@@ -51,6 +51,12 @@ class Call:
     split: bool = False  # the phase under way is send only: its receive phase comes later, behind other work
     aside: bool = False  # an operation of it ran on the lane's own stream
 
+    @property
+    def stays(self) -> bool:
+        """Combine reads this rank's own answers from y. Between the phases of a split call the caller may use y's memory for
+        something else."""
+        return self.layout is Layout.COMPACT and not self.split
+
 
 class Fabric(Protocol):
     """Moves one rank's records. Every wait is bounded by the configuration's timeout and ends in an EpError."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ep_backend.config import TIMEOUT_S
-from ep_backend.errors import EpConfigMismatch, EpError
+from ep_backend.errors import EpConfigMismatch, EpError, ranks_by_value
 
 T = TypeVar("T")
 _making: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by group
@@ -109,9 +109,7 @@ class Meeting:
         for field in config:
             values = [repr(c[field]) for c, _ in everyone]
             if len(set(values)) > 1:
-                by_value = {v: [r for r, w in enumerate(values) if w == v] for v in values}
-                said = "; ".join(f"rank {', '.join(map(str, r))}: {v}" for v, r in by_value.items())
-                differences.append(f"{field} ({said})")
+                differences.append(f"{field} ({ranks_by_value(values)})")
         if differences:
             raise EpConfigMismatch("ranks of one buffer must give equal arguments, but differ in " + " and ".join(differences))
 

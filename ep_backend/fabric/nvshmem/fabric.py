@@ -21,7 +21,7 @@ from ep_backend.fabric.nvshmem import launch, launches, rings
 from ep_backend.fabric.nvshmem.device import Gpu
 from ep_backend.fabric.nvshmem.launch import STAGE_BYTES, Args, Launch, casts
 from ep_backend.fabric.nvshmem.launches import Launches
-from ep_backend.fabric.nvshmem.outputs import ALIGN, COUNTS, PLACES, PLAN, Outputs
+from ep_backend.fabric.nvshmem.outputs import ALIGN, COUNTS, PLACES, PLAN, Outputs, plan_words
 from ep_backend.layout import Payload
 from ep_backend.modes import Layout, Mode
 from ep_backend.stats import BufferStats
@@ -249,6 +249,7 @@ class NvshmemFabric:
     def _plan(self, call: Call) -> _Plan:
         repeats = rings.repeats(call)
         tokens = min(call.tokens, launches.SMALL + 1)  # beyond, launches do not depend on it
+        # A launch holds its stream: lanes that two threads drive share none.
         form = call.lane, call.mode, call.layout, call.payload, repeats
         key = (*form, call.scales is None, call.ids.dtype, tokens, call.sms, call.host_counts, call.split)
         found = self._plans.get(key)
@@ -263,7 +264,7 @@ class NvshmemFabric:
         s, earlier = self.shape, call.repeats if rings.repeats(call) else None
         rows = None
         if earlier is None:
-            words = layout.align_up(s.ranks * (layout.CHANNELS + 2) + s.nodes * layout.RING_CHANNELS, ALIGN)
+            words = layout.align_up(plan_words(s.ranks) + s.nodes * layout.RING_CHANNELS, ALIGN)
             kept = torch.empty(words + s.local_experts, dtype=torch.int32, device=self.device)
             counts = kept[words:]
         else:
@@ -293,9 +294,7 @@ class NvshmemFabric:
 
     def _combine(self, call: Call, state: _State, out: torch.Tensor | None, *, send: bool, receive: bool) -> None:
         assert state.y is not None
-        # Between the phases of a split call the caller may use y's memory for something else.
-        stays = call.layout is Layout.COMPACT and not call.split
-        state.plan.args.combine(stays, state.y.data_ptr(), 0 if out is None else out.data_ptr())
+        state.plan.args.combine(call.stays, state.y.data_ptr(), 0 if out is None else out.data_ptr())
         self._launch("combine", call, state.plan, send=send, receive=receive)
 
     def _launch(self, op: str, call: Call, plan: _Plan, *, send: bool, receive: bool) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ep_backend.errors import EpError
+from ep_backend.errors import EpError, ranks_by_value
 
 if TYPE_CHECKING:
     from ep_backend.fabric.meeting import Meeting
@@ -92,11 +92,11 @@ def agree(meeting: Meeting, find: Callable[[], Build]) -> None:
         mine = None, str(error)
     everyone = meeting.exchange("nvshmem/images", mine)
     if any(error for _, error in everyone):
-        raise EpError(_by_value([error for _, error in everyone]))
+        raise EpError(ranks_by_value(error for _, error in everyone))
     if len({sources for sources, _ in everyone}) > 1:
         raise EpError(
             "ranks of one buffer must run images of the same sources, but digests differ: "
-            f"{_by_value([sources[:12] for sources, _ in everyone])}; install one build of the package on every host"
+            f"{ranks_by_value(sources[:12] for sources, _ in everyone)}; install one build of the package on every host"
         )
 
 
@@ -111,8 +111,3 @@ def _builder(folder: Path) -> Path | None:
     """The build script, where the package lies in its source tree."""
     kernels = folder.parents[1] / "kernels"
     return kernels / "build.py" if (kernels / "include" / "ep" / "args.h").exists() else None
-
-
-def _by_value(values: list[str | None]) -> str:
-    ranks = {value: [str(r) for r, other in enumerate(values) if other == value] for value in values if value is not None}
-    return "; ".join(f"rank {', '.join(those)}: {value}" for value, those in ranks.items())

@@ -16,7 +16,7 @@ SMALL = 512  # tokens up to which latency counts more than multiprocessors: beyo
 
 
 class Launches:
-    """Plans for one buffer, kept by what they depend on.
+    """Of one buffer's calls.
 
     Kernels that wait for peers get so few blocks that those of all lanes are resident together, in any order.
     """
@@ -25,24 +25,17 @@ class Launches:
         self._shape, self._deterministic = shape, deterministic
         self._most_blocks = min(multiprocessors, layout.CHANNELS)
         self._most_waiting = min(multiprocessors // lanes, layout.CHANNELS)
-        self._made: dict[tuple[object, ...], tuple[Launch, ...]] = {}
 
     def of(self, op: str, call: Call, *, send: bool, receive: bool) -> tuple[Launch, ...]:
         """The launches of these phases of an operation, "dispatch" or "combine" (normal: "count" too), in order."""
-        tokens = min(call.tokens, SMALL + 1)  # beyond, launches do not depend on it
-        # A launch holds its stream: lanes that two threads drive share none.
-        key = (op, call.lane, call.mode, call.payload, call.layout, call.scales is None, tokens, call.sms, send, receive)
-        found = self._made.get(key)
-        if found is None:
-            make = self._dispatch if op == "dispatch" else self._combine
-            if self.per_expert(call):
-                make = self._expert_dispatch if op == "dispatch" else self._expert_combine
-            if call.mode is Mode.HYBRID:
-                make = self._hybrid_dispatch if op == "dispatch" else self._hybrid_combine
-            if call.mode is Mode.NORMAL:
-                make = {"count": self._ring_count, "dispatch": self._ring_dispatch, "combine": self._ring_combine}[op]
-            found = self._made[key] = make(call, send, receive)
-        return found
+        make = self._dispatch if op == "dispatch" else self._combine
+        if self.per_expert(call):
+            make = self._expert_dispatch if op == "dispatch" else self._expert_combine
+        if call.mode is Mode.HYBRID:
+            make = self._hybrid_dispatch if op == "dispatch" else self._hybrid_combine
+        if call.mode is Mode.NORMAL:
+            make = {"count": self._ring_count, "dispatch": self._ring_dispatch, "combine": self._ring_combine}[op]
+        return make(call, send, receive)
 
     def per_expert(self, call: Call) -> bool:
         return call.mode is Mode.LOW_LATENCY and bool(self._shape.per_expert)

@@ -29,7 +29,7 @@ class Outputs:
         self._scale_words = layout.scale_bytes(call.payload, s.hidden) // 4
         self._scales_are_floats = call.payload is Payload.FP8
         self.most = s.ranks * call.max_tokens  # rows, of an expert if masked
-        plan = s.ranks * (layout.CHANNELS + 2) + per_expert * s.local_experts * (s.ranks + 1)
+        plan = plan_words(s.ranks) + per_expert * s.local_experts * (s.ranks + 1)
         relayed = {Mode.HYBRID: 3, Mode.NORMAL: 1}.get(call.mode, 0) if s.nodes > 1 else 0
         record = layout.record(call.payload, s.hidden, s.top_k).bytes // 4
         handed, picked = (0, s.top_k * (not per_expert)) if masked else (s.top_k, 0)
@@ -96,6 +96,11 @@ class Outputs:
         ids = beside.as_strided((count, top_k), (top_k, 1), ids_at + ids_each * room)
         weights = floats.as_strided((count, top_k), (top_k, 1), weights_at + weights_each * room)
         return Received(rows if count == capacity else rows[:count], scales, ids, weights, counts, n)
+
+
+def plan_words(ranks: int) -> int:
+    """Of args.h: rows by source and channel, and the slots between a source's channels."""
+    return ranks * (layout.CHANNELS + 2)
 
 
 def _room(capacity: int) -> int:

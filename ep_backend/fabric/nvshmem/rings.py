@@ -62,7 +62,7 @@ def combine(s: Shape, call: Call, blocks: int) -> Launch:
     receive_parts, summed = _runs(row, _SUM_BYTES, min(s.gpus_per_node + s.nodes - 1, s.top_k))
     if s.nodes > 1:
         # Streams of answers: of compact rows, a relay reads its own from y.
-        streams = s.ranks - (0 if masked or call.split else s.nodes)
+        streams = s.ranks - s.nodes * call.stays
         senders = max(1, min(2 * streams, _RETURNING_TOO))
         relays = min(_BOTH - senders, _MERGING)
     else:

@@ -128,11 +128,10 @@ __device__ __forceinline__ Vec to_fp8(const Vec (&in)[2], float inverse) {
   return out;
 }
 
-// A row in steps of 512 channels. The scales gather in shared memory and leave together. Two steps hide each other's latency,
-// one takes fewer registers.
-template <int kSteps = 2>
+// A row in steps of 512 channels. The scales gather in shared memory and leave together. Two steps hide each other's latency.
 __device__ __forceinline__ void send_cast(const Args& a, const Targets& t, const Offsets& f, const unsigned char* input,
                                           u32* words, Range run, int lane) {
+  constexpr int kSteps = 2;
   bool ue8m0 = a.payload == i64(Payload::kFp8Ue8m0);
   int bytes = run.last - run.first;
   for (int first = lane * 32; first - lane * 32 < bytes; first += 1024 * kSteps) {

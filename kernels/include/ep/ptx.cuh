@@ -34,9 +34,6 @@ __device__ __forceinline__ void store_relaxed_sys(u64* p, u64 v) {
   maybe_delay();
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
-__device__ __forceinline__ void store_release_sys(u64* p, u64 v) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // Between the warps of one block.
@@ -47,9 +44,6 @@ __device__ __forceinline__ u32 load_acquire_cta(const u32* p) {
   u32 v;
   asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(v) : "r"(u32(__cvta_generic_to_shared(p))) : "memory");
   return v;
-}
-__device__ __forceinline__ void barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Meets, and says whether every thread came with true: nobody goes on where one has given up.

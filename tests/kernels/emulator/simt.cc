@@ -282,7 +282,6 @@ uint64_t exchange_read(unsigned lane) {
 
 void sync_block() { meet(block->barriers[0], block->live, 1); }
 int sync_block_and(int ok) { return meet(block->barriers[0], block->live, ok); }
-void sync_some(int id, int threads) { meet(block->barriers[id], unsigned(threads), 1); }
 int sync_some_and(int id, int threads, int ok) { return meet(block->barriers[id], unsigned(threads), ok); }
 
 void pass() {

@@ -29,7 +29,6 @@ uint64_t exchange_begin(uint64_t value);      // meets the warp's lanes; afterwa
 uint64_t exchange_read(unsigned lane);
 void sync_block();
 int sync_block_and(int ok);
-void sync_some(int id, int threads);
 int sync_some_and(int id, int threads, int ok);
 void pass();                                   // lets other fibers run, after a look at a shared word
 void bulk_expect(uint64_t* bar, uint32_t bytes);

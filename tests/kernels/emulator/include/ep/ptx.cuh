@@ -25,17 +25,12 @@ inline void store_relaxed_sys(u64* p, u64 v) {
   simt::maybe_delay();
   __atomic_store_n(p, v, __ATOMIC_RELAXED);
 }
-inline void store_release_sys(u64* p, u64 v) {
-  simt::maybe_delay();
-  __atomic_store_n(p, v, __ATOMIC_RELEASE);
-}
 inline void fence_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void store_release_cta(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline u32 load_acquire_cta(const u32* p) {
   simt::pass();
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
-inline void barrier(int id, int threads) { simt::sync_some(id, threads); }
 inline bool barrier_and(int id, int threads, bool ok) { return simt::sync_some_and(id, threads, ok) != 0; }
 inline void store_vec(void* p, const Vec& r) {
   if (reinterpret_cast<uintptr_t>(p) % 16) simt::misaligned();
