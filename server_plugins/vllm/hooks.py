@@ -153,7 +153,7 @@ def _extend_moe_properties(manager: Any) -> None:
 
 
 def _wrap_experts_choice(manager: Any) -> None:
-    """Experts judge a backend by name; ours has the layouts of its alias."""
+    """Experts judge a backend by name; ours hands them the formats of one of vLLM's own."""
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 
     original = mk.FusedMoEExperts.is_supported_config
@@ -163,7 +163,7 @@ def _wrap_experts_choice(manager: Any) -> None:
         if _ours(moe_config.moe_parallel_config):
             moe_config = copy.copy(moe_config)
             moe_config.moe_parallel_config = copy.copy(moe_config.moe_parallel_config)
-            moe_config.moe_parallel_config.all2all_backend = manager.choice.alias
+            moe_config.moe_parallel_config.all2all_backend = manager.choice.formats
         return original(cls, moe_config, *args, **kwargs)
 
     mk.FusedMoEExperts.is_supported_config = staticmethod(is_supported_config)

@@ -24,7 +24,7 @@ from vllm.v1.worker.ubatching import (
 
 from ep_backend.buffer import Dispatched, EpBuffer, Handle
 from ep_backend.layout import SCALE_GROUP
-from ep_backend.modes import Layout, Mode
+from ep_backend.modes import Family, Layout, Mode
 from server_plugins.vllm.manager import EpManager
 
 log = init_logger("vllm.ep_backend")
@@ -110,6 +110,8 @@ class EpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             a1 = a1 * topk_weights.to(a1.dtype)
         assert self.buffer is not None
         mode = self.manager.mode_now(self.limits)
+        # Decoding waits for nobody's count, but knows how many rows there can be: of a captured step all ranks pad to one size.
+        counts = self.manager.choice.family is Family.PREFILL
         lane = self.manager.lane
         x, cast = self._outgoing(a1, quant_config)
         if not mode.spec.hook:
@@ -123,7 +125,9 @@ class EpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             layout=self.layout,
             lane=lane,
             fp8=cast,
-            return_hook=mode.spec.hook,
+            return_hook=mode.spec.hook and dbo_enabled(),  # else nothing runs before the hook, and one launch does it all
+            host_counts=counts,
+            most_tokens=None if counts else self.manager.tokens_now(self.limits),
             sms=self.manager.sms,
         )
         if not mode.spec.hook:
@@ -229,10 +233,9 @@ class EpStandard(EpPrepareAndFinalize):
         if current_platform.is_cpu():
             # They index this rank's weights and know no expert_map; such a slot has weight 0.
             return local.clamp(min=0)
-        # They read expert_map at every id, and find -1 at an expert of another rank.
+        # They read expert_map at every id, and find -1 at an expert of another rank, as the one before this rank's first.
         first = self.manager.rank * self.moe.num_local_experts
-        foreign = 0 if first else self.moe.num_experts - 1
-        return _mapped(torch.where(local < 0, foreign, local + first), self._to_global)
+        return _mapped((local + first).remainder(self.moe.num_experts), self._to_global)
 
     def _answer(
         self, y: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, applied: bool, impl: mk.TopKWeightAndReduce
