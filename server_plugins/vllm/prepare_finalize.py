@@ -53,6 +53,8 @@ class EpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self.payload = "fp32" if moe.in_dtype == torch.float32 else "bf16"
         self.buffer: EpBuffer | None = None
         self._in_flight: dict[int, tuple[Mode, Handle]] = {}
+        self._uncounted = self.layout is Layout.COMPACT and manager.choice.family is Family.DECODE  # which waits for no count
+        self._sized: set[int] = set()  # lanes that have run
         self._to_physical = tables[0] if tables is not None else None
         self._to_global = tables[1] if tables is not None else None
 
@@ -110,8 +112,6 @@ class EpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             a1 = a1 * topk_weights.to(a1.dtype)
         assert self.buffer is not None
         mode = self.manager.mode_now(self.limits)
-        # Decoding waits for nobody's count, but knows how many rows there can be: of a captured step all ranks pad to one size.
-        counts = self.manager.choice.family is Family.PREFILL
         lane = self.manager.lane
         x, cast = self._outgoing(a1, quant_config)
         if not mode.spec.hook:
@@ -126,8 +126,8 @@ class EpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             lane=lane,
             fp8=cast,
             return_hook=mode.spec.hook and dbo_enabled(),  # else nothing runs before the hook, and one launch does it all
-            host_counts=counts,
-            most_tokens=None if counts else self.manager.tokens_now(self.limits),
+            host_counts=not self._uncounted,
+            most_tokens=self._most_tokens(lane) if self._uncounted else None,
             sms=self.manager.sms,
         )
         if not mode.spec.hook:
@@ -166,6 +166,14 @@ class EpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             dbo_yield_and_switch_from_comm_to_compute()
 
         return receive
+
+    def _most_tokens(self, lane: int) -> int:
+        """That any rank sends in this step; under graphs vLLM pads it to one size on all of them. A lane's first step has room
+        for all there can be: vLLM's workspaces have the size of the largest step, and grow no more once graphs are captured."""
+        if lane in self._sized:
+            return self.manager.tokens_now(self.limits)
+        self._sized.add(lane)
+        return self.limits.tokens
 
     def _payload(self, experts: mk.FusedMoEExperts) -> str:
         """What rows are on the wire for these experts."""
