@@ -87,6 +87,7 @@ def _extend_properties() -> None:
         return config.all2all_backend == NAME and config.enable_expert_parallel and both
 
     def batched(config: Any) -> bool:
+        # Asked for the default batch alone, by which buffers and uncounted rows are sized in either layout.
         return config.all2all_backend == NAME and is_decode(_kv_role.get())
 
     _also(ParallelConfig, "use_sequence_parallel_moe", sequence_parallel)

@@ -120,6 +120,25 @@ def test_on_a_cpu_decoding_has_masked_rows_unless_compact_ones_are_asked_for(mak
     assert (made.layout, made.alias, made.formats) == (Layout.COMPACT, "deepep_low_latency", "deepep_high_throughput")
 
 
+@pytest.mark.parametrize(("mode", "layout"), [("low_latency", "masked"), ("low_latency", "compact"), ("direct", None)])
+def test_graphs_are_allowed_by_the_family_not_by_the_layout(make, settings, monkeypatch, mode, layout):
+    from vllm.config import CompilationConfig
+
+    seen = []
+    original = CompilationConfig.set_splitting_ops_for_v1
+    monkeypatch.setattr(
+        CompilationConfig,
+        "set_splitting_ops_for_v1",
+        lambda self, all2all_backend, *rest, **more: (
+            seen.append(all2all_backend),
+            original(self, all2all_backend, *rest, **more),
+        )[1],
+    )
+    settings(mode=mode, **({"layout": layout} if layout else {}))
+    make()
+    assert seen == ["deepep_high_throughput" if mode == "direct" else "deepep_low_latency"]
+
+
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
