@@ -40,7 +40,7 @@ class Dispatched:
 
     compact: ``rows`` [N, H] in order of source rank and token, ``topk_ids`` [N, K] int32 local expert ids (-1 elsewhere),
     ``topk_weights`` [N, K] fp32 (0 elsewhere), ``scales`` [N, H/128] fp32 or [N, ceil(H/512)] int32, row-major.
-    N is exact when the host knows the count (``num_rows``), else R x max_tokens with ids -1 behind the last row.
+    N is exact when the host knows the count (``num_rows``), else R x most_tokens with ids -1 behind the last row.
     masked: ``rows`` [e, R x max_tokens, H], ``scales`` [e, R x max_tokens, H/128] fp32 or [.., ceil(H/512)] int32 with
     dimension 1 contiguous (column-major, padded to 16 bytes, as TMA wants it); ids and weights are None.
     ``counts`` [e] int32: received rows by local expert (compact: picks by local expert).
@@ -239,6 +239,7 @@ class EpBuffer:
         return_hook: bool = False,
         async_finish: bool = False,
         host_counts: bool = True,
+        most_tokens: int | None = None,
         sms: int | None = None,
     ) -> Dispatched:
         """Send each token to the ranks that own its experts.
@@ -258,6 +259,8 @@ class EpBuffer:
             async_finish: run on a stream of the lane's own, behind what the current one was given so far, and return an event
                 (None on a CPU) behind the receive phase, for which a stream waits before it reads the result.
             host_counts: cut compact rows to the exact number, which the host waits for; False never waits.
+            most_tokens: most tokens that any rank sends in this call, equal on all ranks: what bounds compact rows that the
+                host does not count. Default max_tokens of the mode.
             sms: most SMs the kernels use (CUDA only).
 
         Raises:
@@ -277,7 +280,8 @@ class EpBuffer:
             )
         epoch = state.epoch + 1
         try:
-            call = self._make_call(x, topk_ids, topk_weights, mode, layout, lane, epoch, fp8, handle, sms, host_counts)
+            routing = x, topk_ids, topk_weights
+            call = self._make_call(*routing, mode, layout, lane, epoch, fp8, handle, sms, host_counts, most_tokens)
             spec = call.mode.spec
             if return_hook and async_finish:
                 raise ValueError(
@@ -524,6 +528,7 @@ class EpBuffer:
         handle: Handle | None,
         sms: int | None,
         host_counts: bool,
+        most_tokens: int | None,
     ) -> Call:
         c, device = self.config, self._fabric.device
         if handle is not None:
@@ -560,6 +565,8 @@ class EpBuffer:
                 f"{tokens} tokens exceed max_tokens={most} of mode {kind.mode.value} (a rank, one call); "
                 "raise max_tokens or send smaller batches"
             )
+        if most_tokens is not None and tokens > most_tokens:
+            raise ValueError(f"{tokens} tokens exceed most_tokens={most_tokens} of this call, which must hold on every rank")
         if scales is not None:
             width = memory.scale_bytes(kind.payload, c.hidden) // 4
             if scales.shape != (tokens, width):
@@ -594,6 +601,7 @@ class EpBuffer:
             sms,
             host_counts,
             handle.call if handle is not None else None,
+            most_tokens=None if most_tokens is None else min(most_tokens, most),
         )
 
     def _kind(

@@ -10,7 +10,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, SecretStr, ValidationError, model_validator
 
 from ep_backend.errors import did_you_mean
-from ep_backend.modes import Family, Mode
+from ep_backend.modes import Family, Layout, Mode
 from ep_backend.policy import AUTO, Role, Wish, check_wish, modes_of
 
 SETTINGS_VARIABLE = "EP_BACKEND_SETTINGS"
@@ -34,6 +34,8 @@ class Settings(BaseModel):
     """Ranks of one scale-up domain; None: found out. Smaller than the host makes virtual nodes."""
     fp8: bool = True
     """Rows travel as FP8 where the experts take FP8 with 128-wide scales; otherwise as bf16."""
+    layout: Layout | None = None
+    """How rows reach the experts of vLLM's decode family; None: masked where vLLM has fast experts for that, else compact."""
     sms: PositiveInt | None = None
     """Most SMs a kernel uses; None: the mode's default."""
     estimates: dict[Mode, PositiveFloat] = {}

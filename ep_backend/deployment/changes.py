@@ -45,6 +45,7 @@ CLASSES: tuple[tuple[str, Kind, str], ...] = (
     ("roles.*.ep.lanes", "restart", "lanes are allocated once"),
     ("roles.*.ep.redundant_experts", "restart", "every rank's local experts and slots change"),
     ("roles.*.ep.fp8", "restart", "records and slots have the size of the payload"),
+    ("roles.*.ep.layout", "restart", "the engine builds its experts for it"),
     ("roles.*.ep.overlap", "restart", "the engine builds its micro-batches at start"),
     ("roles.*.ep.gpus_per_node", "restart", "the buffer's layout depends on the domains"),
     ("roles.*.ep.*", "restart", "the buffer is made with it"),

@@ -21,6 +21,7 @@ def rank_settings(deployment: Deployment, name: RoleName, role: Role, agent_host
         "timeout_s": ep.timeout_s,
         "gpus_per_node": group.gpus_per_node,
         "fp8": ep.fp8,
+        "layout": ep.layout,
         "sms": ep.sms,
         "estimates": estimates(deployment, name),
         "agent_host": agent_host,

@@ -185,6 +185,9 @@ class Ep(Strict):
     sms: Positive | None = Field(default=None, description="SMs that a kernel may use; default: the mode's own choice")
     overlap: Literal["none", "dbo", "tbo"] = Field(default="none", description="two micro-batches: dbo in vLLM, tbo in SGLang")
     fp8: bool = False
+    layout: Literal["masked", "compact"] | None = Field(
+        default=None, description="of the rows that vLLM's decode modes give its experts; default: by the experts it has"
+    )
     lanes: Literal[1, 2] = 1
     redundant_experts: int = Field(default=0, ge=0, description="replicas that the load balancer may place")
     gpus_per_node: Positive | None = Field(default=None, description="default: the topology's")

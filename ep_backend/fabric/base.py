@@ -50,6 +50,11 @@ class Call:
     state: Any = field(default=None)  # the fabric's own
     split: bool = False  # the phase under way is send only: its receive phase comes later, behind other work
     aside: bool = False  # an operation of it ran on the lane's own stream
+    most_tokens: int | None = None  # that any rank sends, where the caller knows less than max_tokens
+
+    def most_rows(self, ranks: int) -> int:
+        """Rows of compact outputs that the host does not count."""
+        return ranks * (self.max_tokens if self.most_tokens is None else self.most_tokens)
 
     @property
     def stays(self) -> bool:

@@ -105,6 +105,11 @@ def choose(a: Arguments) -> Choice:
         )
     if a.enable_two_batch_overlap and settings.lanes == 1:
         raise ValueError("lanes=1 leaves no room for --enable-two-batch-overlap's second micro-batch; set lanes to 2")
+    if settings.layout is not None:
+        raise ValueError(
+            f"layout={settings.layout.value} is for vLLM; SGLang's layout follows from each batch: remove it from the settings "
+            f"({SETTINGS_VARIABLE})"
+        )
     taken = ("auto", "bf16", "fp8") if settings.fp8 else ("auto", "bf16")
     if a.deepep_dispatcher_output_dtype not in taken:
         why = "rows travel as bf16 or FP8" if settings.fp8 else "the settings say fp8=false"

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ep_backend.config import BufferConfig
-from ep_backend.modes import Family, Mode
+from ep_backend.layout import SCALE_GROUP
+from ep_backend.modes import Family, Layout, Mode
 from ep_backend.policy import AUTO, Forward, Role, Situation, Wish, decide, family_of, modes_of
 from ep_backend.settings import Settings, load_settings
 from server_plugins.vllm import NAME, compat
@@ -24,11 +25,17 @@ class Choice:
     wish: Wish
     family: Family
     lanes: int
+    layout: Layout
 
     @property
     def alias(self) -> str:
-        """vLLM's own backend with the same formats and abilities, for its decisions by name (graphs, micro-batches)."""
+        """vLLM's own backend with the same abilities, for its decisions by name (graphs, micro-batches)."""
         return "deepep_low_latency" if self.family is Family.DECODE else "deepep_high_throughput"
+
+    @property
+    def formats(self) -> str:
+        """vLLM's own backend that hands its experts the same formats, for what experts say of a backend by name."""
+        return "deepep_low_latency" if self.layout is Layout.MASKED else "deepep_high_throughput"
 
     def capacity(self, max_num_tokens: int, top_k: int, nodes: int) -> dict[Mode, int]:
         """max_tokens of the modes that this instance can run; ValueError if the engine's batches do not fit."""
@@ -93,7 +100,8 @@ def choose(config: Any) -> Choice:
         _require_dtype(config.model_config.dtype)
     transfer = config.kv_transfer_config
     role = _role(settings, transfer.kv_role if transfer is not None else None)
-    return Choice(settings, role, settings.mode, family_of(role, settings.mode), _lanes(settings, parallel))
+    family = family_of(role, settings.mode)
+    return Choice(settings, role, settings.mode, family, _lanes(settings, parallel), _layout(settings, family, config))
 
 
 def is_decode(kv_role: str | None) -> bool:
@@ -162,6 +170,34 @@ def _role(settings: Settings, kv_role: str | None) -> Role:
             "--kv-transfer-config"
         )
     return settings.role
+
+
+def _layout(settings: Settings, family: Family, config: Any) -> Layout:
+    """From the configuration alone, so that all ranks have the same."""
+    if family is Family.PREFILL:
+        if settings.layout is Layout.MASKED:
+            raise ValueError("layout masked is for the decode family's modes; remove it, or set mode to low_latency or hybrid")
+        return Layout.COMPACT
+    if settings.layout is not None:
+        return settings.layout
+    return Layout.MASKED if fabric() == "host" or _has_masked_products(config) else Layout.COMPACT
+
+
+def _has_masked_products(config: Any) -> bool:
+    """Will vLLM's experts for rows by expert be DeepGEMM's? Its others for bf16 and FP8 load two bytes at a time."""
+    from vllm import envs
+    from vllm.utils.deep_gemm import is_deep_gemm_supported
+
+    model = config.model_config
+    if model is None or model.quantization != "fp8":
+        return False
+    checkpoint = model.model_arch_config.quantization_config or {}
+    return (
+        checkpoint.get("weight_block_size") == [SCALE_GROUP, SCALE_GROUP]
+        and config.kernel_config.moe_backend in ("auto", "deep_gemm")
+        and envs.VLLM_MOE_USE_DEEP_GEMM
+        and is_deep_gemm_supported()
+    )
 
 
 def _lanes(settings: Settings, parallel: Any) -> int:

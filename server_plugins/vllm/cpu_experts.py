@@ -1,4 +1,4 @@
-"""Experts for the decode format on a CPU, where vLLM has none."""
+"""Experts for masked rows on a CPU, where vLLM has none."""
 
 from typing import Any
 

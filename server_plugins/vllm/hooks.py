@@ -87,6 +87,7 @@ def _extend_properties() -> None:
         return config.all2all_backend == NAME and config.enable_expert_parallel and both
 
     def batched(config: Any) -> bool:
+        # Asked for the default batch alone, by which buffers and uncounted rows are sized in either layout.
         return config.all2all_backend == NAME and is_decode(_kv_role.get())
 
     _also(ParallelConfig, "use_sequence_parallel_moe", sequence_parallel)
@@ -153,7 +154,7 @@ def _extend_moe_properties(manager: Any) -> None:
 
 
 def _wrap_experts_choice(manager: Any) -> None:
-    """Experts judge a backend by name; ours has the layouts of its alias."""
+    """Experts judge a backend by name; ours hands them the formats of one of vLLM's own."""
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 
     original = mk.FusedMoEExperts.is_supported_config
@@ -163,7 +164,7 @@ def _wrap_experts_choice(manager: Any) -> None:
         if _ours(moe_config.moe_parallel_config):
             moe_config = copy.copy(moe_config)
             moe_config.moe_parallel_config = copy.copy(moe_config.moe_parallel_config)
-            moe_config.moe_parallel_config.all2all_backend = manager.choice.alias
+            moe_config.moe_parallel_config.all2all_backend = manager.choice.formats
         return original(cls, moe_config, *args, **kwargs)
 
     mk.FusedMoEExperts.is_supported_config = staticmethod(is_supported_config)

@@ -18,7 +18,8 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 from ep_backend.agent import Agent, Identity
 from ep_backend.buffer import EpBuffer
 from ep_backend.control.flip import Flip
-from ep_backend.modes import Family, Mode
+from ep_backend.layout import ceil_div
+from ep_backend.modes import Layout, Mode
 from ep_backend.policy import Wish, decide
 from ep_backend.watchdog import Watchdog
 from server_plugins.vllm.choice import Choice, choose, fabric
@@ -32,11 +33,13 @@ GRACE_S = {"host": 10.0, "nvshmem": 0.0}
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one layer's calls: max_tokens by mode, top-k, and the most tokens that vLLM puts in a batch."""
+    """Bounds of one layer's calls: max_tokens by mode, top-k, the most tokens that vLLM puts in a batch, and the ranks that
+    share a batch (1 without sequence parallelism)."""
 
     capacity: Mapping[Mode, int]
     top_k: int
     tokens: int
+    share: int
 
 
 class EpManager(All2AllManagerBase):
@@ -73,8 +76,8 @@ class EpManager(All2AllManagerBase):
 
     @property
     def batched(self) -> bool:
-        """True for the decode family's format: rows by expert."""
-        return self.choice.family is Family.DECODE
+        """True for rows by expert."""
+        return self.choice.layout is Layout.MASKED
 
     @property
     def lane(self) -> int:
@@ -95,11 +98,16 @@ class EpManager(All2AllManagerBase):
     def limits(self, moe: Any) -> Limits:
         """What a layer's calls keep within, from its FusedMoEConfig."""
         tokens, top_k = moe.max_num_tokens, moe.experts_per_token
-        return Limits(self.choice.capacity(tokens, top_k, self.nodes), top_k, tokens)
+        return Limits(self.choice.capacity(tokens, top_k, self.nodes), top_k, tokens, moe.sp_size)
+
+    def tokens_now(self, limits: Limits) -> int:
+        """Most tokens that any rank dispatches in this step, as vLLM has agreed over all ranks; the limit where it has not."""
+        metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
+        return ceil_div(int(metadata.num_tokens_across_dp_cpu.max()), limits.share) if metadata is not None else limits.tokens
 
     def mode_now(self, limits: Limits) -> Mode:
-        """The mode of this step, decided from values that vLLM has already agreed over all ranks."""
-        tokens = _agreed_tokens(limits.tokens)
+        """The mode of this step, decided from values that are the same on all ranks."""
+        tokens = self.tokens_now(limits)
         capture = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         situation = self.choice.situation(self.flip.mode, tokens, limits.capacity, limits.top_k, self.nodes, capture)
         decision = decide(situation)
@@ -160,12 +168,6 @@ class EpManager(All2AllManagerBase):
             **{"sms": self.sms, "fallbacks": dict(self._fallbacks), "estimates": estimates},
             "graphs": self.graphs.state(),
         }
-
-
-def _agreed_tokens(max_num_tokens: int) -> int:
-    """Most tokens of any rank in this step; the limit where vLLM has not exchanged them."""
-    metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
-    return int(metadata.num_tokens_across_dp_cpu.max()) if metadata is not None else max_num_tokens
 
 
 def _show_core_log() -> None:

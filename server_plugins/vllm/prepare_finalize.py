@@ -24,7 +24,7 @@ from vllm.v1.worker.ubatching import (
 
 from ep_backend.buffer import Dispatched, EpBuffer, Handle
 from ep_backend.layout import SCALE_GROUP
-from ep_backend.modes import Layout, Mode
+from ep_backend.modes import Family, Layout, Mode
 from server_plugins.vllm.manager import EpManager
 
 log = init_logger("vllm.ep_backend")
@@ -53,6 +53,8 @@ class EpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self.payload = "fp32" if moe.in_dtype == torch.float32 else "bf16"
         self.buffer: EpBuffer | None = None
         self._in_flight: dict[int, tuple[Mode, Handle]] = {}
+        self._uncounted = self.layout is Layout.COMPACT and manager.choice.family is Family.DECODE  # which waits for no count
+        self._sized: set[int] = set()  # lanes that have run
         self._to_physical = tables[0] if tables is not None else None
         self._to_global = tables[1] if tables is not None else None
 
@@ -123,7 +125,9 @@ class EpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             layout=self.layout,
             lane=lane,
             fp8=cast,
-            return_hook=mode.spec.hook,
+            return_hook=mode.spec.hook and dbo_enabled(),  # else nothing runs before the hook, and one launch does it all
+            host_counts=not self._uncounted,
+            most_tokens=self._most_tokens(lane) if self._uncounted else None,
             sms=self.manager.sms,
         )
         if not mode.spec.hook:
@@ -162,6 +166,14 @@ class EpPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             dbo_yield_and_switch_from_comm_to_compute()
 
         return receive
+
+    def _most_tokens(self, lane: int) -> int:
+        """That any rank sends in this step; under graphs vLLM pads it to one size on all of them. A lane's first step has room
+        for all there can be: vLLM's workspaces have the size of the largest step, and grow no more once graphs are captured."""
+        if lane in self._sized:
+            return self.manager.tokens_now(self.limits)
+        self._sized.add(lane)
+        return self.limits.tokens
 
     def _payload(self, experts: mk.FusedMoEExperts) -> str:
         """What rows are on the wire for these experts."""
@@ -229,10 +241,9 @@ class EpStandard(EpPrepareAndFinalize):
         if current_platform.is_cpu():
             # They index this rank's weights and know no expert_map; such a slot has weight 0.
             return local.clamp(min=0)
-        # They read expert_map at every id, and find -1 at an expert of another rank.
+        # They read expert_map at every id, and find -1 at an expert of another rank, as the one before this rank's first.
         first = self.manager.rank * self.moe.num_local_experts
-        foreign = 0 if first else self.moe.num_experts - 1
-        return _mapped(torch.where(local < 0, foreign, local + first), self._to_global)
+        return _mapped((local + first).remainder(self.moe.num_experts), self._to_global)
 
     def _answer(
         self, y: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, applied: bool, impl: mk.TopKWeightAndReduce

@@ -29,13 +29,14 @@ class Round:
         ids_dtype: torch.dtype = torch.int64,
         handle: Any = None,
         host_counts: bool = True,
+        most_tokens: int | None = None,
         sms: int | None = None,
     ) -> None:
         self.world, self.buffer, self.case, self.mode = world, buffer, case, mode
         self.layout = layout or LAYOUTS[mode]
         self.payload, self.lane, self.split = payload, lane, hook
         self.ids_dtype, self.handle, self.host_counts = ids_dtype, handle, host_counts
-        self.sms = sms
+        self.most_tokens, self.sms = most_tokens, sms
         self.x: Any = None
         self.got: Any = None
         self.y: torch.Tensor | None = None
@@ -74,6 +75,7 @@ class Round:
             lane=self.lane,
             return_hook=self.split,
             host_counts=self.host_counts,
+            most_tokens=self.most_tokens,
             sms=self.sms,
             **more,
         )
@@ -81,7 +83,7 @@ class Round:
     def receive(self) -> None:
         if self.split:
             self.got.hook()
-        limit = self.buffer.config.max_tokens[self.mode]
+        limit = self.buffer.config.max_tokens[self.mode] if self.most_tokens is None else self.most_tokens
         oracle.check_dispatch(
             self.case,
             self.world.rank,

@@ -41,6 +41,7 @@ BAD: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         "ValueError",
         ("13 tokens", "max_tokens=12", "direct", "raise max_tokens"),
     ),
+    "more tokens than promised": ({"most_tokens": T - 1}, "ValueError", ("5 tokens", "most_tokens=4", "every rank")),
     "other K": (
         {"topk_ids": torch.zeros(T, 3, dtype=torch.int64)},
         "ValueError",

@@ -162,6 +162,11 @@ def no_host_counts(world: World) -> None:
             if mode != "normal":
                 assert done.got.num_rows is None
                 assert len(done.got.rows) == 2 * 12
+            most = max(tokens)
+            for hook in (False, True) if mode != "normal" else (False,):
+                known = Round(world, buffer, case, mode, layout="compact", hook=hook, host_counts=False, most_tokens=most).run()
+                if mode != "normal":
+                    assert len(known.got.rows) == len(known.got.topk_ids) == len(known.got.topk_weights) == 2 * most
 
 
 def test_rows_uncut_without_the_host_count(ranks: Any, fabric: str) -> None:

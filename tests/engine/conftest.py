@@ -7,9 +7,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
+from ruamel.yaml import YAML
 
 from ep_backend.checkpoint import Model, write_checkpoint
 from ep_backend.demo import make_prompts
@@ -44,6 +46,20 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 @pytest.fixture(scope="session")
 def served_qwen(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return _serve(tmp_path_factory.mktemp("engine"), "qwen3-moe")
+
+
+def edit(file: Path, changes: dict[str, Any]) -> None:
+    """Set values at places like "router.hold"."""
+    yaml = YAML(typ="safe")
+    yaml.representer.ignore_aliases = lambda _: True
+    document = yaml.load(file)
+    for place, value in changes.items():
+        *path, key = place.split(".")
+        at = document
+        for part in path:
+            at = at[part]
+        at[key] = value
+    yaml.dump(document, file)
 
 
 def _serve(folder: Path, model: Model) -> Served:

@@ -21,7 +21,7 @@ from ep_backend.deployment.client import complete
 from ep_backend.deployment.commands import down
 from ep_backend.deployment.processes import free_ports, session_members, shared_memory_of
 from ep_backend.deployment.state import RunState, read_state
-from tests.engine.conftest import TOKENS, Served
+from tests.engine.conftest import TOKENS, Served, edit
 
 pytest.importorskip("vllm", reason="these tests need vLLM: run ./ep test")
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -76,7 +76,10 @@ def unified_file(folder: Path, checkpoint: Path, mode: str, launches: int) -> Pa
 
 def test_a_pair_serves_survives_misuse_and_a_dead_rank_ends_it(served: Served, up: Up, tmp_path: Path) -> None:
     file = write_deployment(tmp_path, served.checkpoint, "direct", "low_latency", break_combine=False)
+    edit(file, {"roles.decode.ep.layout": "compact"})
     state = up(file)
+    decode = next(instance for instance in state.instances if instance.role == "decode")
+    assert "mode low_latency (wish low_latency), compact rows" in decode.log.read_text()
     assert answers(state, served.prompts) == served.expected
     assert_all_moved(all_statuses(state), {"prefill": "direct", "decode": "low_latency"}, "local", "scale_up")
     assert ep_backend("ask", str(file), "What is expert parallelism?").strip()

@@ -15,7 +15,6 @@ from typing import Any
 
 import httpx
 import pytest
-from ruamel.yaml import YAML
 
 from ep_backend.control.drain import Limits, drain
 from ep_backend.control.ranks import Ranks
@@ -24,7 +23,7 @@ from ep_backend.demo import write_deployment
 from ep_backend.deployment.agents import RankStatus
 from ep_backend.deployment.schema import ModeName
 from ep_backend.deployment.state import RunState
-from tests.engine.conftest import LONG, TOKENS, Served
+from tests.engine.conftest import LONG, TOKENS, Served, edit
 
 pytest.importorskip("vllm", reason="these tests need vLLM: run ./ep test")
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -118,20 +117,6 @@ def file(served: Served, tmp_path: Path) -> Path:
     # The routes that drain it, and time to find out that a rank is stopped before its peer gives up.
     edit(file, {"roles.decode.env.VLLM_SERVER_DEV_MODE": "1", "roles.decode.ep.timeout_s": 180.0})
     return file
-
-
-def edit(file: Path, changes: dict[str, Any]) -> None:
-    """Set values at places like "router.hold"."""
-    yaml = YAML(typ="safe")
-    yaml.representer.ignore_aliases = lambda _: True
-    document = yaml.load(file)
-    for place, value in changes.items():
-        *path, key = place.split(".")
-        at = document
-        for part in path:
-            at = at[part]
-        at[key] = value
-    yaml.dump(document, file)
 
 
 def test_flips_under_load(served: Served, up: Callable[[Path], RunState], file: Path) -> None:

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceNoOP,
 )
 
-from ep_backend.modes import Family
+from ep_backend.modes import Family, Layout
 from ep_backend.policy import Role, family_of
 from ep_backend.settings import Settings
 from server_plugins.vllm.choice import Choice
@@ -35,7 +35,9 @@ class Manager(EpManager):
 
     def __init__(self, world: World, settings: Settings, lanes: int) -> None:
         role = settings.role or Role.UNIFIED
-        self.choice = Choice(settings, role, settings.mode, family_of(role, settings.mode), lanes)
+        family = family_of(role, settings.mode)
+        layout = settings.layout or (Layout.MASKED if family is Family.DECODE else Layout.COMPACT)
+        self.choice = Choice(settings, role, settings.mode, family, lanes, layout)
         self.flip = SimpleNamespace(mode=settings.mode, state=lambda: {"mode": str(settings.mode)})
         self.sms = None
         self.cpu_group, self.rank, self.world_size = world.group, world.rank, world.size
@@ -90,6 +92,7 @@ class Layer:
         top_k: int = TOP_K,
         quant_config: Any = FUSED_MOE_UNQUANTIZED_CONFIG,
         tables: Any = None,
+        share: int = 1,
     ) -> None:
         self.manager = Manager(world, Settings(**settings), lanes)
         self.quant_config = quant_config
@@ -103,8 +106,9 @@ class Layer:
             num_experts=EXPERTS,
             num_local_experts=local,
             in_dtype=dtype,
+            sp_size=share,
         )
-        cls = EpBatched if self.manager.choice.family is Family.DECODE else EpStandard
+        cls = EpBatched if self.manager.batched else EpStandard
         self.pf = cls(self.manager, moe, quant_config, tables)
         self.pf.post_init_setup(
             SimpleNamespace(expects_unquantized_inputs=False, supports_packed_ue8m0_act_scales=lambda: False)
@@ -131,8 +135,10 @@ class Layer:
             w1, w2 = (w[self.experts].to(rows.dtype) for w in (W1, W2))
             CPUBatchedExperts.apply(None, out, rows, w1, w2, expert_tokens_meta=meta)
             return out
-        out = torch.zeros(rows.shape)
+        out = torch.full(rows.shape, float("nan"))  # as rows behind the last one may be
         for n in range(len(rows)):
+            if weights[n].any():
+                out[n] = 0.0
             for expert, weight in zip(ids[n].tolist(), weights[n].tolist(), strict=True):
                 if weight:
                     y = one_expert(rows[n].float(), self.experts[expert])

@@ -234,6 +234,7 @@ REFUSED = [
     ([], {"gpus_per_node": 3}, r"gpus_per_node=3 does not divide --tp-size 4; set gpus_per_node to a divisor"),
     (["--elastic-ep-backend", "mooncake"], {}, r"--elastic-ep-backend mooncake resizes .* drop the flag"),
     (["--enable-single-batch-overlap"], {}, r"reads no signals of theirs \(on SM90 .*drop it, or use --enable-two-batch"),
+    ([], {"layout": "masked"}, r"layout=masked is for vLLM; SGLang's layout follows from each batch: remove it"),
     (["--enable-two-batch-overlap"], {"lanes": 1}, r"lanes=1 leaves no room for --enable-two-batch-overlap.* set lanes to 2"),
     (
         ["--speculative-moe-a2a-backend", "deepep"],

@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("vllm", reason="the adapter's tests need vLLM")
 
 from ep_backend.checkpoint import write_checkpoint
-from ep_backend.modes import Family, Mode
+from ep_backend.modes import Family, Layout, Mode
 from ep_backend.policy import Role
-from ep_backend.settings import SETTINGS_VARIABLE
+from ep_backend.settings import SETTINGS_VARIABLE, Settings
 from server_plugins.vllm import NAME, choice, compat, hooks
 
 pytestmark = pytest.mark.engine
@@ -109,6 +109,86 @@ def test_settings_choose_the_family_of_a_unified_instance(make, settings):
     assert made.capacity(64, 4, 1) == {Mode.LOW_LATENCY: 64}
 
 
+def test_on_a_cpu_decoding_has_masked_rows_unless_compact_ones_are_asked_for(make, settings):
+    made = choice.choose(make())
+    assert (made.layout, made.alias, made.formats) == (Layout.COMPACT, *["deepep_high_throughput"] * 2)
+    settings(mode="low_latency")
+    made = choice.choose(make())
+    assert (made.layout, made.alias, made.formats) == (Layout.MASKED, *["deepep_low_latency"] * 2)
+    settings(mode="low_latency", layout="compact")
+    made = choice.choose(make())
+    assert (made.layout, made.alias, made.formats) == (Layout.COMPACT, "deepep_low_latency", "deepep_high_throughput")
+
+
+@pytest.mark.parametrize(("mode", "layout"), [("low_latency", "masked"), ("low_latency", "compact"), ("direct", None)])
+def test_graphs_are_allowed_by_the_family_not_by_the_layout(make, settings, monkeypatch, mode, layout):
+    from vllm.config import CompilationConfig
+
+    seen = []
+    original = CompilationConfig.set_splitting_ops_for_v1
+    monkeypatch.setattr(
+        CompilationConfig,
+        "set_splitting_ops_for_v1",
+        lambda self, all2all_backend, *rest, **more: (
+            seen.append(all2all_backend),
+            original(self, all2all_backend, *rest, **more),
+        )[1],
+    )
+    settings(mode=mode, **({"layout": layout} if layout else {}))
+    make()
+    assert seen == ["deepep_high_throughput" if mode == "direct" else "deepep_low_latency"]
+
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout"),
+    [
+        ({}, Layout.MASKED),
+        ({"moe_backend": "deep_gemm"}, Layout.MASKED),
+        ({"quantization": None, "checkpoint": None}, Layout.COMPACT),
+        ({"quantization": "mxfp4", "checkpoint": {"quant_method": "mxfp4"}}, Layout.COMPACT),
+        ({"checkpoint": {"quant_method": "fp8"}}, Layout.COMPACT),
+        ({"checkpoint": {**BLOCKS, "weight_block_size": [64, 128]}}, Layout.COMPACT),
+        ({"checkpoint": None}, Layout.COMPACT),
+        ({"moe_backend": "triton"}, Layout.COMPACT),
+        ({"deep_gemm": False}, Layout.COMPACT),
+        ({"environment": "0"}, Layout.COMPACT),
+    ],
+)
+def test_on_a_gpu_rows_are_masked_for_deep_gemm_alone(monkeypatch, changes, layout):
+    import vllm.utils.deep_gemm as deep_gemm
+
+    given = {
+        "quantization": "fp8",
+        "checkpoint": BLOCKS,
+        "moe_backend": "auto",
+        "deep_gemm": True,
+        "environment": "1",
+        **changes,
+    }
+    monkeypatch.setattr(choice, "fabric", lambda: "nvshmem")
+    monkeypatch.setattr(deep_gemm, "is_deep_gemm_supported", lambda: given["deep_gemm"])
+    monkeypatch.setenv("VLLM_MOE_USE_DEEP_GEMM", given["environment"])
+    arch = SimpleNamespace(quantization_config=given["checkpoint"])
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(quantization=given["quantization"], model_arch_config=arch),
+        kernel_config=SimpleNamespace(moe_backend=given["moe_backend"]),
+    )
+    assert choice._layout(Settings(), Family.DECODE, config) is layout
+    assert choice._layout(Settings(), Family.PREFILL, config) is Layout.COMPACT
+    for asked in Layout:
+        assert choice._layout(Settings(layout=asked), Family.DECODE, config) is asked
+
+
+def test_a_real_configuration_has_what_the_choice_of_the_layout_reads(make):
+    config = make()
+    assert config.model_config.quantization is None and config.model_config.model_arch_config.quantization_config is None
+    assert config.kernel_config.moe_backend == "auto"
+    assert not choice._has_masked_products(config)
+
+
 @pytest.mark.parametrize("kv_role", ["kv_producer", "kv_consumer"])
 def test_decode_instances_get_small_batches_by_default(make, kv_role):
     from vllm.engine.arg_utils import EngineArgs
@@ -140,6 +220,12 @@ REFUSED = [
     ({"data_parallel_size": 3}, {}, "num_experts=16 is not a multiple of the 3 ranks"),
     ({"enable_lora": True}, {}, "does not serve LoRA adapters; remove --enable-lora"),
     ({"dtype": "float16"}, {}, "--dtype float16 cannot be dispatched; use bfloat16 or float32"),
+    (
+        {},
+        {"layout": "masked"},
+        "layout masked is for the decode family's modes; remove it, or set mode to low_latency or hybrid",
+    ),
+    ({}, {"mode": "hybrid", "layout": "rows"}, '(?s)EP_BACKEND_SETTINGS=.*layout: "rows"'),
     ({"ubatch_size": 3}, {}, "--ubatch-size 3 exceeds the 2 micro-batches"),
     ({"ubatch_size": 2}, {"lanes": 1}, "lanes=1 leaves no room for --enable-dbo's second micro-batch; set lanes to 2"),
     ({}, {"mode": "sideways"}, "(?s)EP_BACKEND_SETTINGS=.*sideways"),
@@ -264,7 +350,7 @@ class TestMoeHooks:
 
     @pytest.fixture
     def moe(self, monkeypatch):
-        """Installs them for a manager of the family; returns what vLLM asks about a backend."""
+        """Installs them for a manager of the layout; returns what vLLM asks about a backend."""
         import vllm.model_executor.layers.fused_moe.all2all_utils as utils
         import vllm.model_executor.layers.fused_moe.config as config
         import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -286,10 +372,10 @@ class TestMoeHooks:
             monkeypatch.setattr(owner, name, vars(owner)[name])
         monkeypatch.setattr(hooks, "_moe_installed", False)
 
-        def install(family):
-            batched = family is Family.DECODE
-            alias = "deepep_low_latency" if batched else "deepep_high_throughput"
-            hooks.install_moe(SimpleNamespace(batched=batched, choice=SimpleNamespace(alias=alias)))
+        def install(layout):
+            batched = layout is Layout.MASKED
+            formats = "deepep_low_latency" if batched else "deepep_high_throughput"
+            hooks.install_moe(SimpleNamespace(batched=batched, choice=SimpleNamespace(formats=formats)))
             return utils, oracle, mk, SharedExperts
 
         return install
@@ -303,30 +389,30 @@ class TestMoeHooks:
         rest = {"use_ep": True, "all2all_backend": backend, "enable_eplb": False, **changes}
         return FusedMoEParallelConfig(**sizes, **ranks, **rest)
 
-    @pytest.mark.parametrize("family", Family)
-    def test_formats(self, moe, family):
-        moe(family)
+    @pytest.mark.parametrize("layout", Layout)
+    def test_formats(self, moe, layout):
+        moe(layout)
         ours = self.parallel(NAME)
-        assert ours.use_batched_activation_format is (family is Family.DECODE)
+        assert ours.use_batched_activation_format is (layout is Layout.MASKED)
         assert ours.needs_round_robin_routing_tables
         assert not self.parallel("allgather_reducescatter").use_batched_activation_format
         assert self.parallel("deepep_low_latency").use_batched_activation_format
         assert not self.parallel(NAME, use_ep=False).needs_round_robin_routing_tables
 
     def test_every_module_that_holds_the_factory_gets_ours(self, moe):
-        utils, oracle, _, _ = moe(Family.PREFILL)
+        utils, oracle, _, _ = moe(Layout.COMPACT)
         assert oracle.maybe_make_prepare_finalize is utils.maybe_make_prepare_finalize
 
     def test_monolithic_experts_are_refused(self, moe):
-        utils, *_ = moe(Family.PREFILL)
+        utils, *_ = moe(Layout.COMPACT)
         layer = SimpleNamespace(moe_parallel_config=self.parallel(NAME), moe_backend="flashinfer_trtllm")
         with pytest.raises(RuntimeError, match="--moe-backend flashinfer_trtllm chose experts that route on their own"):
             utils.maybe_make_prepare_finalize(layer, None, use_monolithic=True)
 
-    def test_experts_judge_ours_as_its_alias(self, moe):
+    def test_experts_judge_ours_by_its_formats(self, moe):
         from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp8
 
-        moe(Family.PREFILL)
+        moe(Layout.COMPACT)
         seen = []
 
         class Probe(CutlassExpertsFp8):
@@ -346,13 +432,13 @@ class TestMoeHooks:
         assert layer.moe_parallel_config.all2all_backend == NAME
 
     def test_hidden_sizes_become_whole_vectors(self, moe):
-        utils, *_ = moe(Family.PREFILL)
+        utils, *_ = moe(Layout.COMPACT)
         assert utils.maybe_roundup_layer_hidden_size(2884, None, self.parallel(NAME)) == 2888
         assert utils.maybe_roundup_layer_hidden_size(7168, None, self.parallel(NAME)) == 7168
         assert utils.maybe_roundup_layer_hidden_size(2884, None, self.parallel("allgather_reducescatter")) == 2884
 
     def test_shared_experts_overlap_with_eplb(self, moe):
-        *_, shared = moe(Family.PREFILL)
+        *_, shared = moe(Layout.COMPACT)
 
         def disabled(backend):
             experts = shared.__new__(shared)
@@ -363,9 +449,9 @@ class TestMoeHooks:
         assert not disabled(NAME)
         assert disabled("deepep_high_throughput")
 
-    def test_a_cpu_has_experts_for_the_decode_format(self, moe):
+    def test_a_cpu_has_experts_for_masked_rows(self, moe):
         from server_plugins.vllm.cpu_experts import CPUBatchedExperts
 
-        _, oracle, mk, _ = moe(Family.DECODE)
+        _, oracle, mk, _ = moe(Layout.MASKED)
         assert oracle.backend_to_kernel_cls(oracle.UnquantizedMoeBackend.CPU)[-1] is CPUBatchedExperts
         assert CPUBatchedExperts.activation_format() == mk.FusedMoEActivationFormat.BatchedExperts

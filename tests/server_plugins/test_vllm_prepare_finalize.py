@@ -16,17 +16,19 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 TIMEOUT_S = 240.0  # the first call imports vLLM
 ROLES = {"normal": "prefill", "direct": "prefill", "low_latency": "decode", "hybrid": "decode"}
 TOKENS = [(12, 12), (0, 7), (5, 0), (0, 0), (1, 12)]
+FORMS = [*((mode, None) for mode in ROLES), ("low_latency", "compact"), ("hybrid", "compact")]
+every_form = pytest.mark.parametrize(("mode", "layout"), FORMS, ids=["-".join(filter(None, form)) for form in FORMS])
 
 
-def settings(mode: str, **more: Any) -> dict[str, Any]:
-    return {"role": ROLES[mode], "mode": mode, "timeout_s": 30.0, **more}
+def settings(mode: str, layout: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"role": ROLES[mode], "mode": mode, "layout": layout, "timeout_s": 30.0, **more}
 
 
-def every_batch(world: World, mode: str, gpus_per_node: int, dtype: str) -> dict[str, Any]:
+def every_batch(world: World, mode: str, layout: str | None, gpus_per_node: int, dtype: str) -> dict[str, Any]:
     from tests.server_plugins.layers import Batch, Layer, check
 
     kind = getattr(torch, dtype)
-    with Layer(world, settings(mode, gpus_per_node=gpus_per_node), dtype=kind) as layer:
+    with Layer(world, settings(mode, layout, gpus_per_node=gpus_per_node), dtype=kind) as layer:
         for seed, tokens in enumerate(TOKENS):
             batch = Batch.make(10 * seed + world.rank, tokens[world.rank], kind)
             layer.run(batch)
@@ -35,19 +37,21 @@ def every_batch(world: World, mode: str, gpus_per_node: int, dtype: str) -> dict
         return {**buffer.stats()["modes"], "payloads": [p.name for p in buffer.config.payloads]}
 
 
-@pytest.mark.parametrize("mode", ROLES)
+@every_form
 @pytest.mark.parametrize("gpus_per_node", [2, 1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_equals_one_process(ranks, mode, gpus_per_node, dtype):
-    for counted in ranks(2).run(every_batch, mode, gpus_per_node, dtype, timeout=TIMEOUT_S):
+def test_equals_one_process(ranks, mode, layout, gpus_per_node, dtype):
+    for counted in ranks(2).run(every_batch, mode, layout, gpus_per_node, dtype, timeout=TIMEOUT_S):
         assert counted[mode]["dispatches"] == counted[mode]["combines"] == len(TOKENS)
         assert counted["payloads"] == ["FP32" if dtype == "float32" else "BF16"]
 
 
-def two_micro_batches(world: World, mode: str) -> None:
+def two_micro_batches(world: World, mode: str, layout: str | None) -> None:
+    import server_plugins.vllm.prepare_finalize as adapter
     from tests.server_plugins.layers import Batch, Layer, check, finish
 
-    with Layer(world, settings(mode), lanes=2) as layer:
+    with pytest.MonkeyPatch.context() as patch, Layer(world, settings(mode, layout), lanes=2) as layer:
+        patch.setattr(adapter, "dbo_enabled", lambda: True)
         for seed in range(3):
             a, b = (Batch.make(100 * seed + 10 * lane + world.rank, 4 + lane + world.rank) for lane in (0, 1))
             to_a = layer.prepare(a, 0)
@@ -62,9 +66,9 @@ def two_micro_batches(world: World, mode: str) -> None:
             check(b)
 
 
-@pytest.mark.parametrize("mode", ROLES)
-def test_two_micro_batches_interleave(ranks, mode):
-    ranks(2).run(two_micro_batches, mode, timeout=TIMEOUT_S)
+@every_form
+def test_two_micro_batches_interleave(ranks, mode, layout):
+    ranks(2).run(two_micro_batches, mode, layout, timeout=TIMEOUT_S)
 
 
 def router_weights_on_input(world: World, mode: str) -> None:
@@ -81,28 +85,28 @@ def test_router_weights_on_input(ranks, mode):
     ranks(2).run(router_weights_on_input, mode, timeout=TIMEOUT_S)
 
 
-def round_robin(world: World, mode: str) -> None:
+def round_robin(world: World, mode: str, layout: str | None) -> None:
     from tests.server_plugins.layers import EXPERTS, Batch, Layer, check
 
     experts = torch.arange(EXPERTS)
     to_physical = experts % world.size * (EXPERTS // world.size) + experts // world.size
     tables = to_physical, to_physical.argsort(), experts
-    with Layer(world, settings(mode), tables=tables) as layer:
+    with Layer(world, settings(mode, layout), tables=tables) as layer:
         batch = Batch.make(world.rank, 9)
         layer.run(batch)
         check(batch)
 
 
-@pytest.mark.parametrize("mode", ["direct", "low_latency"])
-def test_round_robin_placement(ranks, mode):
-    ranks(2).run(round_robin, mode, timeout=TIMEOUT_S)
+@pytest.mark.parametrize(("mode", "layout"), [("direct", None), ("low_latency", None), ("low_latency", "compact")])
+def test_round_robin_placement(ranks, mode, layout):
+    ranks(2).run(round_robin, mode, layout, timeout=TIMEOUT_S)
 
 
-def change_between_calls(world: World, modes: tuple[str, str]) -> Any:
+def change_between_calls(world: World, modes: tuple[str, str], layout: str | None) -> Any:
     from ep_backend.modes import Mode
     from tests.server_plugins.layers import LIMIT, Batch, Layer, check
 
-    with Layer(world, settings(modes[0], max_tokens=dict.fromkeys(modes, LIMIT))) as layer:
+    with Layer(world, settings(modes[0], layout, max_tokens=dict.fromkeys(modes, LIMIT))) as layer:
         for step in range(6):
             layer.manager.flip.mode = Mode(modes[step % 2])
             batch = Batch.make(10 * step + world.rank, step)
@@ -112,9 +116,12 @@ def change_between_calls(world: World, modes: tuple[str, str]) -> Any:
         return buffer.stats()["modes"]
 
 
-@pytest.mark.parametrize("modes", [("direct", "normal"), ("low_latency", "hybrid")])
-def test_the_mode_is_read_at_every_call(ranks, modes):
-    for counted in ranks(2).run(change_between_calls, modes, timeout=TIMEOUT_S):
+DECODE = ("low_latency", "hybrid")
+
+
+@pytest.mark.parametrize(("modes", "layout"), [(("direct", "normal"), None), (DECODE, None), (DECODE, "compact")])
+def test_the_mode_is_read_at_every_call(ranks, modes, layout):
+    for counted in ranks(2).run(change_between_calls, modes, layout, timeout=TIMEOUT_S):
         assert {m: counted[m]["combines"] for m in modes} == dict.fromkeys(modes, 3)
 
 
@@ -140,7 +147,40 @@ def test_auto_decides_by_the_largest_batch_of_any_rank(ranks):
         assert {m: c["dispatches"] for m, c in counted.items()} == {"direct": 2, "normal": 1}
 
 
-def quantised_rows(world: World, mode: str, fp8: bool, tokens: tuple[int, int]) -> Any:
+def uncounted_rows(world: World, mode: str, share: int) -> list[int]:
+    from vllm.forward_context import override_forward_context
+
+    from tests.server_plugins.layers import LIMIT, Batch, Layer, check, finish
+
+    seen = []
+    with Layer(world, settings(mode, "compact"), share=share) as layer:
+        assert layer.pf.max_num_tokens_per_rank() is None
+        for seed, tokens in enumerate([(2, 3), (4, 3), (1, 5), (0, 1), None]):
+            agreed = tokens and SimpleNamespace(num_tokens_across_dp_cpu=share * torch.tensor(tokens))
+            with override_forward_context(SimpleNamespace(dp_metadata=agreed)):
+                batch = Batch.make(seed + world.rank, tokens[world.rank] if tokens else LIMIT)
+                received = finish(layer.prepare(batch))
+                y = layer.compute(received)
+                finish(layer.finalize(batch, y))
+            check(batch)
+            rows, _, _, ids, weights = received
+            assert len(rows) == len(ids) == len(weights) == len(y)
+            seen.append(len(rows))
+        more = SimpleNamespace(dp_metadata=SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([2 * share] * world.size)))
+        with override_forward_context(more), pytest.raises(ValueError, match="3 tokens exceed most_tokens=2 of this call"):
+            layer.prepare(Batch.make(world.rank, 3))
+    return seen
+
+
+@pytest.mark.parametrize("mode", DECODE)
+@pytest.mark.parametrize("share", [1, 2])
+def test_decoding_rows_are_as_many_as_the_largest_batch_allows(ranks, mode, share):
+    for seen in ranks(2).run(uncounted_rows, mode, share, timeout=TIMEOUT_S):
+        assert seen[0] == 2 * 12, "what vLLM sizes its workspaces by"
+        assert seen[1:] == [2 * 4, 2 * 5, 2 * 1, 2 * 12]
+
+
+def quantised_rows(world: World, mode: str, layout: str | None, fp8: bool, tokens: tuple[int, int]) -> Any:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
     import server_plugins.vllm.prepare_finalize as adapter
@@ -155,7 +195,7 @@ def quantised_rows(world: World, mode: str, fp8: bool, tokens: tuple[int, int]) 
     config = FusedMoEQuantConfig.make(torch.float8_e4m3fn, block_shape=[128, 128])
     with (
         pytest.MonkeyPatch.context() as patch,
-        Layer(world, settings(mode, fp8=fp8), dtype=torch.bfloat16, quant_config=config) as layer,
+        Layer(world, settings(mode, layout, fp8=fp8), dtype=torch.bfloat16, quant_config=config) as layer,
     ):
         # vLLM's own runs on accelerators only.
         patch.setattr(adapter, "moe_kernel_quantize_input", quantise)
@@ -167,11 +207,11 @@ def quantised_rows(world: World, mode: str, fp8: bool, tokens: tuple[int, int]) 
         return {**seen, "payloads": [p.name for p in buffer.config.payloads]}
 
 
-@pytest.mark.parametrize("mode", ["direct", "normal", "low_latency", "hybrid"])
+@every_form
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize("tokens", [(8, 8), (8, 0)])
-def test_block_quantised_experts_get_fp8_rows(ranks, mode, fp8, tokens):
-    for seen in ranks(2).run(quantised_rows, mode, fp8, tokens, timeout=TIMEOUT_S):
+def test_block_quantised_experts_get_fp8_rows(ranks, mode, layout, fp8, tokens):
+    for seen in ranks(2).run(quantised_rows, mode, layout, fp8, tokens, timeout=TIMEOUT_S):
         assert seen == {"rows": torch.float8_e4m3fn, "scales": True, "payloads": ["FP8" if fp8 else "BF16"]}
 
 

@@ -36,6 +36,7 @@ from tests.server_plugins.moe import BLOCK, Batch, Shape, Weights, weights
 
 ROLES = {"normal": "prefill", "direct": "prefill", "low_latency": "decode", "hybrid": "decode"}
 JOIN_S = 120.0
+Form = tuple[str, str | None, int]  # mode, layout if it is not the mode's own, GPUs of a node
 _worker = SimpleNamespace(choice=None, batched=False)
 
 
@@ -48,12 +49,12 @@ class GpuManager(Manager):
 class Layer:
     """``ep``: this rank's experts, met through our buffer; else all experts, and no expert parallelism."""
 
-    def __init__(self, world: World, shape: Shape, fp8: bool, *, ep: tuple[str, int] | None = None, lanes: int = 1) -> None:
+    def __init__(self, world: World, shape: Shape, fp8: bool, *, ep: Form | None = None, lanes: int = 1) -> None:
         self.shape, self.rank, self.manager, self.expert_map = shape, world.rank, None, None
         parallel, mine = FusedMoEParallelConfig.make_no_parallel(), weights(world, shape, fp8).of_rank(0, 1)
         if ep is not None:
-            mode, gpus_per_node = ep
-            wish = {"role": ROLES[mode], "mode": mode, "gpus_per_node": gpus_per_node, "timeout_s": 60.0}
+            mode, layout, gpus_per_node = ep
+            wish = {"role": ROLES[mode], "mode": mode, "layout": layout, "gpus_per_node": gpus_per_node, "timeout_s": 60.0}
             self.manager = _install(GpuManager(world, Settings.model_validate(wish), lanes))
             parallel = _parallel(world)
             mine = weights(world, shape, fp8).of_rank(world.rank, world.size)
@@ -125,7 +126,7 @@ class MicroBatches:
         self._failures: list[BaseException] = []
         self._ready = threading.Barrier(len(batches) + 1)
         self._compute, self._comm = torch.cuda.Stream(), torch.cuda.Stream()
-        forward = [_forward_context(each) for each in tokens]
+        forward = [forward_context(each) for each in tokens]
         self._contexts = make_ubatch_contexts(len(batches), self._compute, self._comm, forward, self._ready)
 
     def run(self, graph: torch.cuda.CUDAGraph | None = None) -> list[torch.Tensor]:
@@ -160,7 +161,7 @@ class MicroBatches:
             self._failures.append(failure)
 
 
-def _forward_context(tokens: tuple[int, ...]) -> Any:
+def forward_context(tokens: tuple[int, ...]) -> Any:
     return SimpleNamespace(dp_metadata=SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(tokens)), is_padding=None)
 
 

@@ -14,6 +14,7 @@ ROLE_RULES = (
     ranks.check_experts,
     modes.check_mode,
     modes.check_overlap,
+    modes.check_layout,
     modes.check_sms,
     capacity.check_engine_limits,
     capacity.check_capacity,

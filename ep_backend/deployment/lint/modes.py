@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.schema import modes_of
-from ep_backend.modes import Mode
+from ep_backend.modes import Family, Mode
 
 HOPPER = ("H100", "H200", "H800", "H20")
 ELASTIC = ("enable-elastic-ep", "elastic-ep-backend")
@@ -49,6 +49,16 @@ def check_overlap(view: RoleView) -> Iterator[Problem]:
     for flag in ELASTIC:
         if role.arg(flag):
             yield problem("EP213", view.flag_place(flag), "resizes a running EP group", "remove it")
+
+
+def check_layout(view: RoleView) -> Iterator[Problem]:
+    ep, place = view.role.ep, (*view.place, "ep", "layout")
+    if ep.layout is None:
+        return
+    if view.role.engine == "sglang":
+        yield problem("EP214", place, f"is {ep.layout}, but SGLang's layout follows from the batch", "remove it")
+    elif ep.layout == "masked" and not any(mode.spec.family is Family.DECODE for mode in modes_of(view.name, ep.mode)):
+        yield problem("EP214", place, "is masked, but the role runs the prefill family", "remove it")
 
 
 def check_sms(view: RoleView) -> Iterator[Problem]:

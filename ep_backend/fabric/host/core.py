@@ -205,7 +205,7 @@ def place(call: Call, s: Shape, rank: int, segments: list[Segment]) -> tuple[Rec
             n,
         )
         if not call.host_counts:
-            received = _worst_case(received, s.ranks * call.max_tokens)
+            received = _worst_case(received, call.most_rows(s.ranks))
     else:
         capacity = s.ranks * call.max_tokens
         at = torch.from_numpy(pair_expert), torch.from_numpy(pair_row)

@@ -211,13 +211,13 @@ class NvshmemFabric:
 
     def finish_dispatch(self, call: Call) -> Received:
         state: _State = call.state
-        plan, counted = state.plan, state.counted
+        plan, counted, most = state.plan, state.counted, call.most_rows(self.shape.ranks)
         if call.split:
             self._launch("dispatch", call, plan, send=False, receive=True)
         if counted is not None:
-            return plan.outputs.received(state.rows, state.beside, counted.counts, state.capacity, counted.rows)
+            return plan.outputs.received(state.rows, state.beside, counted.counts, state.capacity, counted.rows, most)
         rows = self._await_rows(call) if plan.exact else None
-        return plan.outputs.received(state.rows, state.beside, None, state.capacity, rows)
+        return plan.outputs.received(state.rows, state.beside, None, state.capacity, rows, most)
 
     def start_combine(self, call: Call, y: torch.Tensor) -> None:
         self._raise_failure()

@@ -75,9 +75,15 @@ class Outputs:
         return layout.align_up(capacity, 4) if self._masked and self._scale_words else 0
 
     def received(
-        self, rows: torch.Tensor, beside: torch.Tensor, counts: torch.Tensor | None, capacity: int, n: int | None
+        self,
+        rows: torch.Tensor,
+        beside: torch.Tensor,
+        counts: torch.Tensor | None,
+        capacity: int,
+        n: int | None,
+        most: int | None = None,
     ) -> Received:
-        """As tensors; compact ones have n rows, if that is known."""
+        """As tensors; compact ones have n rows, if that is known, else at most ``most``."""
         room, top_k, words = _room(capacity), self._top_k, self._scale_words
         (scales_at, scales_each), (ids_at, ids_each), (weights_at, weights_each), (counts_at, _), *_ = self._at
         floats = beside.view(torch.float32) if self._scales_are_floats or not self._masked else beside
@@ -90,7 +96,7 @@ class Outputs:
                 shape, strides = (self._experts, capacity, words), (words * stride, 1, stride)
                 scales = scaling.as_strided(shape, strides, scales_at + scales_each * room)
             return Received(rows, scales, None, None, counts, None)
-        count = capacity if n is None else n
+        count = n if n is not None else capacity if most is None else min(capacity, most)
         if words:
             scales = scaling.as_strided((count, words), (words, 1), scales_at + scales_each * room)
         ids = beside.as_strided((count, top_k), (top_k, 1), ids_at + ids_each * room)
