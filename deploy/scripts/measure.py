@@ -69,7 +69,7 @@ QUALIFIED = 0.9  # least share of positions whose reference is sure of its token
 MARGIN = 4.0  # sure: the two best are further apart than so many times the noise; so much may log-probabilities differ
 SHORT, LONG = 32, 160  # tokens of an answer; the difference of both is steps alone
 PROMPT, LONG_PROMPT = 16, 480  # tokens of a prompt
-SPLIT = 0.5  # least share of rounds in two micro-batches
+SPLIT = 0.4  # least share of rounds in two micro-batches: while requests come and go, a rank may have too few for two
 START_S, ANSWER_S = 400.0, 120.0  # most that a start, and an answer, may take: kernels are compiled at their first use
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

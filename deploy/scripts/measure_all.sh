@@ -1,6 +1,6 @@
 #!/bin/bash
 # What is still to be measured of both engines on a host of two H200, a call after the other:
-#   measure_all.sh [NAME…]    the runs whose names begin so, else all
+#   measure_all.sh [NAME…]    the runs of these names or engines, else all
 # A call takes those of the list, in order, that are not done and still fit into CALL_S seconds (570): call it again until
 # all are done. Results and ends of logs are in RESULTS (/tmp/measure; without its NAME.json a run is done again), and after
 # each run in $OUT/measured-FIRST-NAME.tgz. An engine's runs wait until both its packs have been carried (see
@@ -13,21 +13,22 @@ mkdir -p "$results"
 cp .bundle/reference-*.json "$results" 2>/dev/null
 
 # Name, seconds as expected, and what measure.py is told; the most wanted come first. Overlap in a model as wide as
-# DeepSeek-V3 (-wide) comes last: the small one's profiles tell whether there is any.
+# DeepSeek-V3 (-wide) comes last: the small one's profiles tell whether there is any. SGLang takes 205 s to start with that one.
 runs="
-sglang-hybrid        135 equality deploy/h200x2-sglang.yaml --modes hybrid
-sglang-tbo           175 equality deploy/h200x2-sglang-tbo.yaml --profile
-vllm-dbo             180 equality deploy/h200x2-vllm-dbo.yaml --modes low_latency,hybrid --profile
-vllm-own             200 timing deploy/h200x2-vllm-decode.yaml --baseline
-vllm-ours            220 timing deploy/h200x2-vllm-decode.yaml --modes low_latency,hybrid
+vllm-ours            200 timing deploy/h200x2-vllm-decode.yaml --modes low_latency,hybrid
+vllm-decode          115 equality deploy/h200x2-vllm-decode.yaml --modes low_latency,hybrid
+vllm-dbo             120 equality deploy/h200x2-vllm-dbo.yaml --modes low_latency,hybrid --profile
+vllm-own             125 timing deploy/h200x2-vllm-decode.yaml --baseline
+sglang-tbo           110 equality deploy/h200x2-sglang-tbo.yaml --profile
+sglang-hybrid        160 equality deploy/h200x2-sglang.yaml --modes hybrid
 vllm-eager           110 equality deploy/h200x2-vllm-decode.yaml --modes low_latency,hybrid --set enforce-eager=true
 vllm-dbo-prefill     165 equality deploy/h200x2-vllm-dbo-prefill.yaml --modes direct,normal --profile
-sglang-own           205 timing deploy/h200x2-sglang.yaml --baseline
-sglang-ours          205 timing deploy/h200x2-sglang.yaml
+sglang-own           320 timing deploy/h200x2-sglang.yaml --baseline
+sglang-ours          320 timing deploy/h200x2-sglang.yaml
 vllm-eager-prefill   110 equality deploy/h200x2-vllm-prefill.yaml --modes direct,normal --set enforce-eager=true
 vllm-dbo-wide        170 timing deploy/h200x2-vllm-dbo.yaml --sequences 64 --windows 1 --prompts
 vllm-dbo-prefill-wide 190 timing deploy/h200x2-vllm-dbo-prefill.yaml --modes direct,normal --sequences 64 --windows 1 --prompts
-sglang-tbo-wide      180 timing deploy/h200x2-sglang-tbo.yaml --sequences 64 --windows 1 --prompts
+sglang-tbo-wide      320 timing deploy/h200x2-sglang-tbo.yaml --sequences 64 --windows 1 --prompts
 "
 
 left() { echo $((${CALL_S:-570} - SECONDS)); }
@@ -36,7 +37,7 @@ chosen() {
   local name=$1 wish
   shift
   [ $# = 0 ] && return 0
-  for wish; do [[ $name == "$wish"* ]] && return 0; done
+  for wish; do [[ $wish == "$name" || $wish == "${name%%-*}" ]] && return 0; done
   return 1
 }
 
