@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import torch
 
 from ep_backend import layout as memory
-from ep_backend.config import TIMEOUT_S, BufferConfig, timeout_seconds
+from ep_backend.config import TIMEOUT_S, BufferConfig, timeout_seconds, whole
 from ep_backend.errors import EpError, EpFailed, EpRefused, EpTimeout
 from ep_backend.fabric.base import Call, Fabric, Received
 from ep_backend.layout import Payload
@@ -260,7 +260,8 @@ class EpBuffer:
                 (None on a CPU) behind the receive phase, for which a stream waits before it reads the result.
             host_counts: cut compact rows to the exact number, which the host waits for; False never waits.
             most_tokens: most tokens that any rank sends in this call, equal on all ranks: what bounds compact rows that the
-                host does not count. Default max_tokens of the mode.
+                host does not count. Default max_tokens of the mode. A rank's own tokens are held to it; where a peer's find no
+                room, the host fabric raises EpDisagree, but kernels do not look, and combine reads behind y.
             sms: most SMs the kernels use (CUDA only).
 
         Raises:
@@ -565,8 +566,10 @@ class EpBuffer:
                 f"{tokens} tokens exceed max_tokens={most} of mode {kind.mode.value} (a rank, one call); "
                 "raise max_tokens or send smaller batches"
             )
-        if most_tokens is not None and tokens > most_tokens:
-            raise ValueError(f"{tokens} tokens exceed most_tokens={most_tokens} of this call, which must hold on every rank")
+        if most_tokens is not None and tokens > (most_tokens := whole("most_tokens", most_tokens)):
+            raise ValueError(
+                f"{tokens} tokens exceed most_tokens={most_tokens} of this call; give every rank the most that any of them sends"
+            )
         if scales is not None:
             width = memory.scale_bytes(kind.payload, c.hidden) // 4
             if scales.shape != (tokens, width):

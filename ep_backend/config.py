@@ -76,9 +76,9 @@ class BufferConfig:
         deterministic: bool = False,
     ) -> BufferConfig:
         """Check every argument; ValueError or TypeError names the value, the rule and the fix."""
-        ranks, lanes = _whole("ranks", ranks), _whole("lanes", lanes)
-        hidden, num_experts, top_k = _whole("hidden", hidden), _whole("num_experts", num_experts), _whole("top_k", top_k)
-        per_node = ranks if gpus_per_node is None else _whole("gpus_per_node", gpus_per_node)
+        ranks, lanes = whole("ranks", ranks), whole("lanes", lanes)
+        hidden, num_experts, top_k = whole("hidden", hidden), whole("num_experts", num_experts), whole("top_k", top_k)
+        per_node = ranks if gpus_per_node is None else whole("gpus_per_node", gpus_per_node)
         _require(ranks >= 1, f"group has {ranks} ranks; it must have at least 1")
         _require(
             1 <= per_node <= ranks and ranks % per_node == 0,
@@ -113,7 +113,7 @@ class BufferConfig:
             "payload fp32 exists on the host fabric only; use bf16 or fp8",
         )
         _typed(isinstance(max_tokens, Mapping), "max_tokens", max_tokens, "tokens a rank by mode, as {'direct': 128}")
-        counts = {parse_mode(name): _whole(f"max_tokens[{name!r}]", n) for name, n in max_tokens.items()}
+        counts = {parse_mode(name): whole(f"max_tokens[{name!r}]", n) for name, n in max_tokens.items()}
         tokens = {mode: n for mode, n in counts.items() if n}
         _require(
             bool(tokens) and all(0 < n < 1 << layout.COUNT_BITS for n in tokens.values()),
@@ -130,7 +130,7 @@ class BufferConfig:
             f"low_latency_form={low_latency_form!r} is none of {', '.join(FORMS)}",
         )
         _require(rail in RAILS, f"rail={rail!r} is none of {', '.join(RAILS)}")
-        slots = default_ring_slots(ranks) if ring_slots is None else _whole("ring_slots", ring_slots)
+        slots = default_ring_slots(ranks) if ring_slots is None else whole("ring_slots", ring_slots)
         _require(slots >= 1, f"ring_slots={slots} must be at least 1")
         _typed(isinstance(deterministic, bool), "deterministic", deterministic, "True or False")
         return cls(
@@ -216,7 +216,8 @@ def _is(value: object, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)  # which is a number to Python
 
 
-def _whole(name: str, value: Any) -> int:
+def whole(name: str, value: Any) -> int:
+    """TypeError for what is no whole number, as 2.0 and True."""
     _typed(_is(value, Integral), name, value, "a whole number")
     return int(value)
 

@@ -53,7 +53,7 @@ class EpRefused(EpError):
 
 
 class EpDisagree(EpError):
-    """Ranks called different modes, layouts or payloads in one epoch. The buffer is failed."""
+    """Ranks called different modes, layouts or payloads in one epoch, or more tokens than one expects. The buffer is failed."""
 
 
 class EpTimeout(EpError):

@@ -42,6 +42,11 @@ BAD: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         ("13 tokens", "max_tokens=12", "direct", "raise max_tokens"),
     ),
     "more tokens than promised": ({"most_tokens": T - 1}, "ValueError", ("5 tokens", "most_tokens=4", "every rank")),
+    "less than no tokens": ({"most_tokens": -1}, "ValueError", ("5 tokens", "most_tokens=-1", "every rank")),
+    **{
+        f"most_tokens {type(value).__name__}": ({"most_tokens": value}, "TypeError", (f"most_tokens={value!r}", "a whole number"))
+        for value in (8.0, True, "8")
+    },
     "other K": (
         {"topk_ids": torch.zeros(T, 3, dtype=torch.int64)},
         "ValueError",

@@ -254,6 +254,26 @@ def test_ranks_that_disagree_get_an_error_not_a_timeout(ranks: Any, name: str, s
             assert wanted["mode"] in outcome.message
 
 
+def more_than_a_rank_expects(world: World, mode: str) -> Outcome:
+    """Rank 0 says that nobody sends more than its 2 tokens, rank 1 sends 12 to it."""
+    buffer = world.make()
+    case = oracle.make_case(1, [2, 12])
+    most = len(case.x[world.rank])
+    more = {"layout": "compact", "host_counts": False, "most_tokens": most}
+    outcome, took = timed(lambda: Round(world, buffer, case, mode, **more).run())
+    assert took < SLACK_S
+    buffer.destroy()
+    return outcome
+
+
+@pytest.mark.parametrize("mode", ["normal", "direct", "low_latency", "hybrid"])
+def test_a_rank_that_expects_fewer_tokens_than_come(ranks: Any, mode: str) -> None:
+    first, second = ranks(2).run(more_than_a_rank_expects, mode)
+    assert first.error == "EpDisagree" and second.error == "EpFailed", (first, second)
+    for outcome in (first, second):
+        assert "most_tokens=2 makes room for 4; give every rank the most" in outcome.message
+
+
 def half_with_a_handle(world: World) -> Outcome:
     """normal exchanges no counts when it repeats a routing, so either all ranks repeat it or none does."""
     buffer = world.make()

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from ep_backend import layout
+from ep_backend.errors import EpDisagree
 from ep_backend.fabric.base import Call, Received
 from ep_backend.fabric.host.heap import Bytes
 from ep_backend.layout import Payload, Shape
@@ -205,7 +206,13 @@ def place(call: Call, s: Shape, rank: int, segments: list[Segment]) -> tuple[Rec
             n,
         )
         if not call.host_counts:
-            received = _worst_case(received, call.most_rows(s.ranks))
+            room = call.most_rows(s.ranks)
+            if n > room:
+                raise EpDisagree(
+                    f"rank {rank} got {n} rows in {call.mode.value}, but its most_tokens={call.most_tokens} makes room for {room}; "
+                    "give every rank the most that any of them sends"
+                )
+            received = _worst_case(received, room)
     else:
         capacity = s.ranks * call.max_tokens
         at = torch.from_numpy(pair_expert), torch.from_numpy(pair_row)
