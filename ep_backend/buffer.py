@@ -568,7 +568,7 @@ class EpBuffer:
             )
         if most_tokens is not None and tokens > (most_tokens := whole("most_tokens", most_tokens)):
             raise ValueError(
-                f"{tokens} tokens exceed most_tokens={most_tokens} of this call; give every rank the most that any of them sends"
+                f"{tokens} tokens exceed most_tokens={most_tokens} of this call; give every rank the most that any sends"
             )
         if scales is not None:
             width = memory.scale_bytes(kind.payload, c.hidden) // 4

@@ -44,7 +44,7 @@ BAD: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "more tokens than promised": ({"most_tokens": T - 1}, "ValueError", ("5 tokens", "most_tokens=4", "every rank")),
     "less than no tokens": ({"most_tokens": -1}, "ValueError", ("5 tokens", "most_tokens=-1", "every rank")),
     **{
-        f"most_tokens {type(value).__name__}": ({"most_tokens": value}, "TypeError", (f"most_tokens={value!r}", "a whole number"))
+        f"most_tokens {value!r}": ({"most_tokens": value}, "TypeError", (f"most_tokens={value!r}", "a whole number"))
         for value in (8.0, True, "8")
     },
     "other K": (

@@ -209,8 +209,8 @@ def place(call: Call, s: Shape, rank: int, segments: list[Segment]) -> tuple[Rec
             room = call.most_rows(s.ranks)
             if n > room:
                 raise EpDisagree(
-                    f"rank {rank} got {n} rows in {call.mode.value}, but its most_tokens={call.most_tokens} makes room for {room}; "
-                    "give every rank the most that any of them sends"
+                    f"rank {rank} got {n} rows in {call.mode.value}, but its most_tokens={call.most_tokens} makes room for "
+                    f"{room}; give every rank the most that any sends"
                 )
             received = _worst_case(received, room)
     else:
