@@ -33,8 +33,8 @@ GRACE_S = {"host": 10.0, "nvshmem": 0.0}
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one layer's calls: max_tokens by mode, top-k, the most tokens that vLLM puts in a batch, and the ranks that
-    share a batch (1 without sequence parallelism)."""
+    """Bounds of one layer's calls: max_tokens by mode, top-k, the most tokens that a rank dispatches, and the ranks that share
+    a batch (1 without sequence parallelism)."""
 
     capacity: Mapping[Mode, int]
     top_k: int
@@ -97,8 +97,8 @@ class EpManager(All2AllManagerBase):
 
     def limits(self, moe: Any) -> Limits:
         """What a layer's calls keep within, from its FusedMoEConfig."""
-        tokens, top_k = moe.max_num_tokens, moe.experts_per_token
-        return Limits(self.choice.capacity(tokens, top_k, self.nodes), top_k, tokens, moe.sp_size)
+        batch, top_k, share = moe.max_num_tokens, moe.experts_per_token, moe.sp_size
+        return Limits(self.choice.capacity(batch, top_k, self.nodes), top_k, ceil_div(batch, share), share)
 
     def tokens_now(self, limits: Limits) -> int:
         """Most tokens that any rank dispatches in this step, as vLLM has agreed over all ranks; the limit where it has not."""

@@ -152,13 +152,13 @@ def uncounted_rows(world: World, mode: str, share: int) -> list[int]:
 
     from tests.server_plugins.layers import LIMIT, Batch, Layer, check, finish
 
-    seen = []
+    seen, most = [], LIMIT // share
     with Layer(world, settings(mode, "compact"), share=share) as layer:
         assert layer.pf.max_num_tokens_per_rank() is None
         for seed, tokens in enumerate([(2, 3), (4, 3), (1, 5), (0, 1), None]):
             agreed = tokens and SimpleNamespace(num_tokens_across_dp_cpu=share * torch.tensor(tokens))
             with override_forward_context(SimpleNamespace(dp_metadata=agreed)):
-                batch = Batch.make(seed + world.rank, tokens[world.rank] if tokens else LIMIT)
+                batch = Batch.make(seed + world.rank, tokens[world.rank] if tokens else most)
                 received = finish(layer.prepare(batch))
                 y = layer.compute(received)
                 finish(layer.finalize(batch, y))
@@ -176,8 +176,8 @@ def uncounted_rows(world: World, mode: str, share: int) -> list[int]:
 @pytest.mark.parametrize("share", [1, 2])
 def test_decoding_rows_are_as_many_as_the_largest_batch_allows(ranks, mode, share):
     for seen in ranks(2).run(uncounted_rows, mode, share, timeout=TIMEOUT_S):
-        assert seen[0] == 2 * 12, "what vLLM sizes its workspaces by"
-        assert seen[1:] == [2 * 4, 2 * 5, 2 * 1, 2 * 12]
+        assert seen[0] == 2 * 12 // share, "what vLLM sizes its workspaces by"
+        assert seen[1:] == [2 * 4, 2 * 5, 2 * 1, 2 * 12 // share]
 
 
 def quantised_rows(world: World, mode: str, layout: str | None, fp8: bool, tokens: tuple[int, int]) -> Any:
