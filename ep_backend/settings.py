@@ -77,6 +77,7 @@ def _told(error: ValidationError) -> str:
     """Each wrong setting once: its value, the rule, and what was perhaps meant."""
     told: dict[str, str] = {}
     modes = [mode.value for mode in Mode]
+    choices = {"mode": [AUTO, *modes], "role": [role.value for role in Role], "layout": [each.value for each in Layout]}
     for fault in error.errors(include_url=False):
         key, *below = [str(part) for part in fault["loc"]] or [""]
         value = json.dumps(fault["input"], default=str)
@@ -84,8 +85,8 @@ def _told(error: ValidationError) -> str:
             told[key] = fault["msg"].removeprefix("Value error, ")
         elif fault["type"] == "extra_forbidden":
             told[key] = f"{key}: there is no such setting; " + did_you_mean(key, Settings.model_fields, "leave it out")
-        elif key == "mode" or below[-1:] == ["[key]"]:
-            words = [AUTO, *modes] if key == "mode" else modes
+        elif key in choices or below[-1:] == ["[key]"]:
+            words = choices.get(key, modes)
             meant = did_you_mean(value, words, "write one of them")
             told[f"{key} {value}"] = f"{key}: {value} must be one of {', '.join(words)}; {meant}"
         else:
