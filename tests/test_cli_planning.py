@@ -1,6 +1,7 @@
 """plan, lint, explain, diff and schema from the command line: exit status, and how quickly they start."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -22,6 +23,15 @@ def test_plan_as_json_and_as_tables() -> None:
     text = run("plan", EP128).stdout
     for part in ("hybrid *", "auto picks it", "low_latency", "weights", "assumes routing"):
         assert part in text
+
+
+def test_the_table_that_the_docs_explain_is_what_is_printed() -> None:
+    printed = " ".join(re.sub("[┃│]", " ", run("plan", EP128).stdout).split())
+    shown = (DEPLOY.parent / "docs" / "plan.md").read_text().split("## What the table says")[1].split("\n- ")[0]
+    lines = [" ".join(line.split()) for line in shown.splitlines() if line.strip()]
+    assert len(lines) == 4
+    for line in lines:
+        assert line in printed
 
 
 def test_plan_says_what_fits_without_contradiction() -> None:
