@@ -45,4 +45,4 @@ def modes(
         table.add_row(row.family.value, row.topology.value, row.mode.value, faster, row.reason)
     console.print(table)
     console.print("The first row whose mode has slots for the batch (and can be captured, under capture) decides.")
-    console.print("hybrid returns either layout, so that it serves prefill across nodes too.")
+    console.print("The layout is what a mode returns unless the other is asked for; hybrid serves prefill across nodes too.")

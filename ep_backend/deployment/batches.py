@@ -13,7 +13,7 @@ DEFAULT_BATCHES: dict[Engine, tuple[tuple[int, int], ...]] = {
     "vllm": ((160, 16384), (70, 8192), (0, 2048)),
     "sglang": ((160, 16384), (60, 8192), (20, 4096), (0, 2048)),
 }
-# vLLM's where an all-to-all gives masked rows, as the plug-in says of the decode family
+# vLLM's for an all-to-all with masked rows, which the plug-in takes for the decode family in either layout
 # (SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS_FOR_BATCHED_DP).
 VLLM_DECODE_BATCH = 256
 CPU_BATCH = 2048
