@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import setuptools
 
+from server_plugins.sglang import compat as sglang
+from server_plugins.vllm import compat as vllm
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -187,3 +190,10 @@ def test_a_python_without_a_build_of_sglang_is_told(
         bootstrap("test", "sglang")
     with pytest.raises(SystemExit, match="EP_SGLANG_PYTHON may name the Python of another environment"):
         bootstrap("up", str(ROOT / "deploy" / "local-cpu-sglang.yaml"))
+
+
+def test_the_readme_names_the_engine_versions_that_are_taken() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    for engine, compat in (("vLLM", vllm), ("SGLang", sglang)):
+        *parts, beyond = compat.BEYOND.split(".")
+        assert f"{engine} {compat.FIRST} to {'.'.join([*parts, str(int(beyond) - 1)])}" in text
