@@ -1,6 +1,6 @@
 #!/bin/bash
 # What is still to be measured of both engines on a host of two H200, a call after the other:
-#   measure_all.sh [NAME…]    the runs of these names or engines, else all
+#   measure_all.sh [NAME…]    the runs of these names or engines, else all; none: unpack only
 # A call takes those of the list, in order, that are not done and still fit into CALL_S seconds (570): call it again until
 # all are done. Results and ends of logs are in RESULTS (/tmp/measure; without its NAME.json a run is done again), and after
 # each run in $OUT/measured-FIRST-NAME.tgz. An engine's runs wait until both its packs have been carried (see
@@ -40,6 +40,13 @@ chosen() {
   for wish; do [[ $wish == "$name" || $wish == "${name%%-*}" ]] && return 0; done
   return 1
 }
+
+for wish; do
+  if [ "$wish" != none ] && ! grep -qE "^$wish( |-)" <<<"$runs"; then
+    echo "no run and no engine is called $wish" >&2
+    exit 2
+  fi
+done
 
 declare -A unpacking ready
 for engine in sglang vllm; do

@@ -220,16 +220,18 @@ def test_measurements_go_on_where_the_last_call_ended(tmp_path: Path) -> None:
     )
     engine.chmod(0o755)
 
-    def call(seconds: int, *names: str) -> tuple[str, list[str]]:
+    def call(seconds: int, *names: str, status: int = 0) -> tuple[str, list[str]]:
         told = tmp_path / "results" / "told"
         told.write_text("")
         env = {**os.environ, "RESULTS": str(tmp_path / "results"), "OUT": str(tmp_path / "out"), "CALL_S": str(seconds)}
         done = subprocess.run([script, *names], env=env, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        return done.stdout, told.read_text().splitlines()
+        assert done.returncode == status, done.stderr
+        return done.stdout + done.stderr, told.read_text().splitlines()
 
     assert call(570)[1] == [], "nothing was carried"
     (tmp_path / "results" / "sglang").touch()
+    assert call(9999, "none")[1] == []
+    assert call(9999, "sglang-hybrd", status=2) == ("no run and no engine is called sglang-hybrd\n", [])
     said, told = call(200, "sglang-hybrid", "sglang-own")
     assert told == [] and "for another call: sglang-hybrid sglang-own" in said
     said, told = call(315, "sglang-hybrid", "sglang-own")
