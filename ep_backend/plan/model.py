@@ -42,6 +42,10 @@ class ModelShape:
         routed = self.expert_parameters * self.experts * self.moe_layers
         return routed + self.attention_parameters + self.other_parameters
 
+    @property
+    def fp8_experts(self) -> bool:
+        return self.expert_bytes_per_parameter == QUANTIZED["fp8"]
+
     def weight_bytes(self, ranks: int, tensor_parallel: int, redundant: int) -> float:
         """Weights of one rank: its experts; attention and the rest, which data parallelism repeats and TP divides."""
         local = (self.experts + redundant) // ranks * self.moe_layers * self.expert_parameters

@@ -19,6 +19,7 @@ ROLE_RULES = (
     capacity.check_engine_limits,
     capacity.check_capacity,
     capacity.check_lanes,
+    capacity.check_payload,
     capacity.check_shape,
     capacity.check_memory,
     engine.check_owned,

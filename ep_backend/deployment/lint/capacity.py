@@ -95,6 +95,14 @@ def check_lanes(view: RoleView) -> Iterator[Problem]:
         yield problem("EP106", (*view.place, "ep", "lanes"), "is 2, but nothing overlaps", "set lanes: 1, or overlap")
 
 
+def check_payload(view: RoleView) -> Iterator[Problem]:
+    ep, shape = view.role.ep, view.shape
+    on_gpus = view.deployment.topology.device != "cpu"
+    if on_gpus and shape is not None and shape.fp8_experts and "fp8" not in ep.model_fields_set:
+        what = "has no fp8, but the model's experts take FP8 rows"
+        yield problem("EP215", (*view.place, "ep"), what, "set fp8: true, or fp8: false if bf16 rows are wanted")
+
+
 def check_shape(view: RoleView) -> Iterator[Problem]:
     """The buffer's own rules; the two that have their own code first."""
     shape, ep = view.shape, view.role.ep
