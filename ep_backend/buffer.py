@@ -426,9 +426,9 @@ class EpBuffer:
 
         How ranks change something at the same step without a barrier: see :meth:`agreed`.
         """
-        if not isinstance(token, int) or not 0 <= token <= 255:
+        if not 0 <= (number := whole("token", token)) <= 255:
             raise ValueError(f"token={token!r}; a proposal is a number from 1 to 255, or 0 for none")
-        self._fabric.proposal = token
+        self._fabric.proposal = number
 
     def agreed(self) -> int:
         """The proposal that every rank carried in the last finished dispatch, else 0. The same on all ranks."""
@@ -475,11 +475,9 @@ class EpBuffer:
         self.destroy()
 
     def _lane(self, lane: int) -> _LaneState:
-        if not isinstance(lane, int):
-            raise TypeError(f"lane={lane!r}; give the number of a micro-batch, below lanes={len(self._lanes)}")
-        if not 0 <= lane < len(self._lanes):
+        if not 0 <= (number := whole("lane", lane)) < len(self._lanes):
             raise ValueError(f"lane={lane}; this buffer was made with lanes={len(self._lanes)}")
-        return self._lanes[lane]
+        return self._lanes[number]
 
     def _pending(self) -> str:
         ops = [
@@ -581,7 +579,7 @@ class EpBuffer:
         for name, t in (("topk_ids", ids), ("topk_weights", weights)):
             if t.shape != (tokens, c.top_k):
                 raise ValueError(f"{name} has shape {list(t.shape)}; x and top_k make it [{tokens}, {c.top_k}]")
-        if sms is not None and (not isinstance(sms, int) or sms < 1):
+        if sms is not None and (sms := whole("sms", sms)) < 1:
             raise ValueError(f"sms={sms!r}; give at least 1, or None for the mode's default")
         if ids.is_cpu and handle is None and ids.numel():
             low, high = int(ids.min()), int(ids.max())

@@ -115,7 +115,9 @@ BAD: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "fp8 in a list": ({"fp8": ["fp32"]}, "ValueError", ("['fp32']", "'fp32' or 'ue8m0'")),
     "layout": ({"layout": "dense"}, "ValueError", ("'dense'", "compact or masked")),
     "sms": ({"sms": 0}, "ValueError", ("sms=0", "at least 1")),
-    "sms as text": ({"sms": "24"}, "ValueError", ("sms='24'", "at least 1")),
+    "sms as text": ({"sms": "24"}, "TypeError", ("sms='24'", "whole number")),
+    "sms as a bool": ({"sms": True}, "TypeError", ("sms=True", "whole number")),
+    "lane as a bool": ({"lane": False}, "TypeError", ("lane=False", "whole number")),
     "three of a tuple": ({"x": (fp8()[0], fp8()[1], fp8()[1])}, "TypeError", ("tuple of 3", "scales")),
     "fp8 format": ({"fp8": "e5m2"}, "ValueError", ("'e5m2'", "'fp32' or 'ue8m0'")),
     "fp8 twice": ({"x": fp8(), "fp8": "fp32"}, "ValueError", ("quantised already",)),
@@ -372,6 +374,6 @@ def of_wrong_kinds(world: World) -> dict[str, Outcome]:
 def test_things_of_another_kind(ranks: Any) -> None:
     for found in ranks(2, "host").run(of_wrong_kinds):
         assert found["lane"].error == "TypeError" and "lane='0'" in found["lane"].message
-        assert found["proposal"].error == "ValueError" and "token=1.5" in found["proposal"].message
+        assert found["proposal"].error == "TypeError" and "token=1.5" in found["proposal"].message
         assert found["handle"].error == "TypeError" and "NoneType" in found["handle"].message
         assert found["weights with a gradient"].kind == "ok", found
