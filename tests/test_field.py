@@ -21,9 +21,7 @@ def table() -> dict[str, str]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if re.fullmatch(r"[A-Z]\d+", cells[0]):
             assert cells[0] not in found, f"{cells[0]} has two rows"
-            assert len(cells) == 3 and all(cells), (
-                f"{cells[0]}: give id, what breaks, tests or reason"
-            )
+            assert len(cells) == 3 and all(cells), f"{cells[0]}: give id, what breaks, tests or reason"
             found[cells[0]] = cells[2]
     return found
 

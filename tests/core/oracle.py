@@ -56,9 +56,7 @@ def make_case(
     rng = np.random.default_rng(seed)
     x, ids, weights = [], [], []
     for count in tokens:
-        picks = routing.make_routing(
-            kind, rng, tokens=count, experts=experts, top_k=top_k, ranks=len(tokens)
-        )
+        picks = routing.make_routing(kind, rng, tokens=count, experts=experts, top_k=top_k, ranks=len(tokens))
         w = np.where(picks >= 0, routing.make_weights(rng, picks), np.float32(7e8))
         values = torch.from_numpy(rng.standard_normal((count, hidden), np.float32))
         x.append(values.bfloat16().float())
@@ -124,9 +122,7 @@ def answer_dtype(payload: str) -> torch.dtype:
     return torch.float32 if payload == "fp32" else torch.bfloat16
 
 
-def check_dispatch(
-    case: Case, rank: int, got: Any, *, layout: str, payload: str, max_tokens: int
-) -> None:
+def check_dispatch(case: Case, rank: int, got: Any, *, layout: str, payload: str, max_tokens: int) -> None:
     """Rows are copies of what was sent; ids, weights and counts are exact."""
     first = rank * case.local
     if layout == "compact":
@@ -190,9 +186,7 @@ def check_rows(
     want, have = _bytes(want_rows, want_scales), _bytes(rows, scales)
     if not ordered:
         want, have = _sorted(want), _sorted(have)
-    assert want.shape == have.shape and (want == have).all(), (
-        f"rows differ from what was sent ({payload})"
-    )
+    assert want.shape == have.shape and (want == have).all(), f"rows differ from what was sent ({payload})"
 
 
 def _bytes(rows: torch.Tensor, scales: torch.Tensor | None) -> np.ndarray[Any, Any]:
@@ -208,9 +202,7 @@ def _sorted(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return rows[np.lexsort(rows.T[:16])] if len(rows) else rows
 
 
-def _check_cast(
-    sent: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor, payload: str, ordered: bool
-) -> None:
+def _check_cast(sent: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor, payload: str, ordered: bool) -> None:
     values = dequantise(rows, scales)
     if not ordered and len(sent):
         nearest = torch.cdist(values, sent).argmin(1)

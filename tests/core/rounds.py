@@ -94,9 +94,7 @@ class Round:
         )
 
     def combine(self) -> None:
-        self.y = oracle.run_experts(
-            self.case, self.world.rank, self.got, layout=self.layout, payload=self.payload
-        )
+        self.y = oracle.run_experts(self.case, self.world.rank, self.got, layout=self.layout, payload=self.payload)
         answer = self.buffer.combine(self.y, self.got.handle, return_hook=self.split)
         self.out, self._finish = answer if self.split else (answer, None)
 

@@ -236,9 +236,7 @@ def test_what_the_buffer_was_not_made_for(ranks: Any, fabric: str) -> None:
 
 def per_expert_compact(world: World) -> Outcome:
     with world.make(low_latency_form="per_expert") as buffer:
-        outcome = attempt(
-            lambda: buffer.dispatch(**{**base(world), "mode": "low_latency", "layout": "compact"})
-        )
+        outcome = attempt(lambda: buffer.dispatch(**{**base(world), "mode": "low_latency", "layout": "compact"}))
         Round(world, buffer, oracle.make_case(0, [4, 2]), "low_latency").run()
         return Outcome(0, outcome.kind, None, outcome.error, outcome.message)
 

@@ -117,9 +117,7 @@ def test_default_payloads_leave_fp8_out_where_it_has_no_form() -> None:
     slots=st.integers(1, 1024),
     form=st.sampled_from(["auto", "per_rank", "per_expert"]),
 )
-def test_size_hint_adds_up(
-    ranks: int, tokens: dict[str, int], lanes: int, slots: int, form: str
-) -> None:
+def test_size_hint_adds_up(ranks: int, tokens: dict[str, int], lanes: int, slots: int, form: str) -> None:
     if not any(tokens.values()):
         tokens = {"direct": 1}
     made = BufferConfig.make(
@@ -136,9 +134,7 @@ def test_size_hint_adds_up(
     assert len(hint["lanes"]) == lanes
     assert hint["total"] == hint["control"] + sum(sum(x.values()) for x in hint["lanes"])
     assert hint["total"] == layout.heap_bytes(made.shape, lanes)
-    assert set(hint["modes"]) == {m for m, n in tokens.items() if n}, (
-        "an absent mode takes no memory"
-    )
+    assert set(hint["modes"]) == {m for m, n in tokens.items() if n}, "an absent mode takes no memory"
     for need in hint["modes"].values():
         assert all(need[op] <= hint["lanes"][0][op] for op in ("dispatch", "combine"))
 
@@ -147,9 +143,7 @@ def test_known_sizes() -> None:
     """The widely used decode shape: a segment for every expert of every rank, against one for every rank."""
     shape: dict[str, Any] = {"hidden": 7168, "num_experts": 256, "top_k": 8, "payloads": ("bf16",)}
     record = layout.record(layout.Payload.BF16, 7168, 8).bytes
-    wide = BufferConfig.make(
-        8, max_tokens={"low_latency": 128}, low_latency_form="per_expert", **shape
-    ).size_hint()
+    wide = BufferConfig.make(8, max_tokens={"low_latency": 128}, low_latency_form="per_expert", **shape).size_hint()
     narrow = BufferConfig.make(8, max_tokens={"direct": 128}, **shape).size_hint()
     assert wide["modes"]["low_latency"]["dispatch"] == 256 * 128 * record
     assert narrow["modes"]["direct"]["dispatch"] == 8 * 128 * record

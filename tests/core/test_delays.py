@@ -42,9 +42,7 @@ def delayed(world: World, mode: str, gpus: int, rounds: int) -> int:
         ) as buffer:
             for n in range(-(-rounds // len(POINTS))):
                 tokens = [(n * 3 + 2 * r) % 7 for r in range(world.size)]
-                case = oracle.make_case(
-                    n, tokens, kind=("uniform", "empty_ranks")[n % 2], hidden=32
-                )
+                case = oracle.make_case(n, tokens, kind=("uniform", "empty_ranks")[n % 2], hidden=32)
                 Round(world, buffer, case, mode, lane=n % 2).run()
     return len(tried)
 
@@ -60,9 +58,7 @@ def changing(world: World, point: str) -> None:
     """Modes take turns on the same memory while one rank is late at one point, and other ranks have nothing to do."""
     delay = 0.003 if world.rank == 1 else 0.0
     faults = Faults(seed=world.rank, max_delay_s=delay, points=(point,))
-    with world.make(
-        gpus_per_node=2, faults=faults, hidden=32, payloads=("bf16",), ring_slots=2
-    ) as buffer:
+    with world.make(gpus_per_node=2, faults=faults, hidden=32, payloads=("bf16",), ring_slots=2) as buffer:
         for n in range(24):
             tokens = [0] * world.size
             tokens[n % world.size] = tokens[(n + 1) % world.size] = 12

@@ -62,9 +62,7 @@ def rules(world: World, mode: str) -> dict[str, Any]:
     found["dispatch before combine"] = said(lambda: Round(world, buffer, case, mode).dispatch())
     r.combine()
     found["combine twice"] = said(lambda: buffer.combine(r.y, r.got.handle))
-    found["dispatch before the combine hook"] = said(
-        lambda: Round(world, buffer, case, mode).dispatch()
-    )
+    found["dispatch before the combine hook"] = said(lambda: Round(world, buffer, case, mode).dispatch())
     r.collect()
     found["combine hook twice"] = said(r._finish)
     found["handle of an answered dispatch"] = said(lambda: buffer.combine(r.y, r.got.handle))
@@ -105,9 +103,7 @@ def third_operation(world: World, mode: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("mode", ["normal", *HOOKED])
-def test_a_third_operation_is_refused_and_names_the_pending(
-    ranks: Any, fabric: str, mode: str
-) -> None:
+def test_a_third_operation_is_refused_and_names_the_pending(ranks: Any, fabric: str, mode: str) -> None:
     for error, text in ranks(2, fabric).run(third_operation, mode):
         assert error == "RuntimeError"
         assert f"combine of {mode} in lane 0" in text and f"combine of {mode} in lane 1" in text

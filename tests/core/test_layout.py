@@ -28,9 +28,7 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> Any:
     flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC"]
     # Overflow of a 64-bit offset must be an error here, not a wrap.
     flags += ["-fsanitize=signed-integer-overflow", "-fsanitize-undefined-trap-on-error"]
-    subprocess.run(
-        ["g++", *flags, f"-I{HEADER.parents[1]}", str(source), "-o", str(library)], check=True
-    )
+    subprocess.run(["g++", *flags, f"-I{HEADER.parents[1]}", str(source), "-o", str(library)], check=True)
     found = ctypes.CDLL(str(library))
     found.dump_shape.restype = found.dump_structs.restype = ctypes.c_int64
     return found
@@ -195,6 +193,4 @@ def test_header_and_module_have_the_same_fields() -> None:
         struct = re.search(rf"struct {name} \{{(.*?)\}};", text, re.S)
         assert struct is not None
         members = re.findall(r"^ *i64 ([\w, ]+);", struct.group(1), re.M)
-        assert [m.strip() for line in members for m in line.split(",")] == [
-            f.name for f in fields(ours)
-        ]
+        assert [m.strip() for line in members for m in line.split(",")] == [f.name for f in fields(ours)]

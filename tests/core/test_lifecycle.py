@@ -49,9 +49,7 @@ def mismatched(world: World, changes: dict[str, Any]) -> Outcome:
 
 
 @pytest.mark.parametrize("changes,words", MISMATCHES, ids=lambda v: "-".join(v))
-def test_different_arguments_raise_on_every_rank(
-    ranks: Any, changes: dict[str, Any], words: tuple[str, ...]
-) -> None:
+def test_different_arguments_raise_on_every_rank(ranks: Any, changes: dict[str, Any], words: tuple[str, ...]) -> None:
     for outcome in ranks(2).run(mismatched, changes):
         assert outcome.error == "EpConfigMismatch", outcome
         assert all(word in outcome.message for word in words), outcome.message

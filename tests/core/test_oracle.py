@@ -115,9 +115,7 @@ def test_an_unknown_routing_names_the_choices() -> None:
     import numpy as np
 
     with pytest.raises(ValueError, match="'skew' is unknown; choose one of uniform, zipf"):
-        routing.make_routing(
-            "skew", np.random.default_rng(0), tokens=1, experts=2, top_k=1, ranks=1
-        )
+        routing.make_routing("skew", np.random.default_rng(0), tokens=1, experts=2, top_k=1, ranks=1)
 
 
 @pytest.mark.parametrize(("size", "found", "used"), [(2, 1, 1), (2, 2, 2), (4, 2, 2), (3, 2, 1), (3, 4, 3), (6, 4, 3)])

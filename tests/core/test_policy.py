@@ -19,9 +19,7 @@ N, D, L, H = Mode.NORMAL, Mode.DIRECT, Mode.LOW_LATENCY, Mode.HYBRID
 ROOMY = {N: 4096, D: 4096, L: 4096, H: 4096}
 
 
-def situation(
-    role=Role.PREFILL, forward=Forward.MIXED, tokens=100, capacity=ROOMY, top_k=8, **rest
-) -> Situation:
+def situation(role=Role.PREFILL, forward=Forward.MIXED, tokens=100, capacity=ROOMY, top_k=8, **rest) -> Situation:
     return Situation(role, forward, tokens, capacity, top_k, **rest)
 
 
@@ -65,10 +63,7 @@ def test_unified_without_decode_modes_generates_in_prefill_modes():
 
 
 def test_unified_falls_back_when_the_decode_slots_are_too_few():
-    assert (
-        decide(situation(Role.UNIFIED, Forward.VERIFY, tokens=768, capacity={L: 512, D: 4096})).mode
-        is D
-    )
+    assert decide(situation(Role.UNIFIED, Forward.VERIFY, tokens=768, capacity={L: 512, D: 4096})).mode is D
 
 
 def test_estimates_decide_decode_across_nodes_and_are_named():
@@ -108,9 +103,7 @@ def test_a_wish_of_the_roles_own_modes_is_granted(mode):
 
 @pytest.mark.parametrize(("role", "wish"), [(Role.PREFILL, L), (Role.DECODE, N), (Role.DECODE, D)])
 def test_a_wish_of_the_other_family_is_refused(role, wish):
-    with pytest.raises(
-        ValueError, match=rf"mode {wish.value} does not serve role {role.value}; use .*auto"
-    ):
+    with pytest.raises(ValueError, match=rf"mode {wish.value} does not serve role {role.value}; use .*auto"):
         decide(situation(role, wish=wish))
 
 

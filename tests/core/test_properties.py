@@ -19,9 +19,7 @@ MODES = ("normal", "direct", "low_latency", "hybrid")
 pick = st.integers(-1, EXPERTS - 1)
 token = st.lists(pick, min_size=TOP_K, max_size=TOP_K)
 routing = st.lists(st.lists(token, max_size=LIMIT), min_size=RANKS, max_size=RANKS)
-few = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def case_of(ids: list[list[list[int]]]) -> oracle.Case:
@@ -56,9 +54,7 @@ def one_round(world: World, ids: Any, mode: str, layout: str, payload: str, lane
     payload=st.sampled_from(oracle.PAYLOADS),
     lane=st.integers(0, 1),
 )
-def test_any_routing(
-    ranks: Any, ids: list[list[list[int]]], mode: str, layout: str, payload: str, lane: int
-) -> None:
+def test_any_routing(ranks: Any, ids: list[list[list[int]]], mode: str, layout: str, payload: str, lane: int) -> None:
     by_rank = ranks(RANKS).run(one_round, ids, mode, layout, payload, lane)
     counts = [count for rank in by_rank for count in rank]
     picks = [row for rank in ids for row in rank]
@@ -78,9 +74,7 @@ def both_layouts(world: World, ids: Any, mode: str) -> float:
 
 @few
 @given(ids=routing, mode=st.sampled_from(MODES))
-def test_compact_and_masked_fold_to_the_same(
-    ranks: Any, ids: list[list[list[int]]], mode: str
-) -> None:
+def test_compact_and_masked_fold_to_the_same(ranks: Any, ids: list[list[list[int]]], mode: str) -> None:
     assert max(ranks(RANKS).run(both_layouts, ids, mode)) < 2e-5
 
 

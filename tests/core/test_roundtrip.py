@@ -39,18 +39,14 @@ def every_routing(world: World, mode: str, gpus_per_node: int) -> int:
             step = 1 if world.size <= 4 else 4 if world.device.type == "cuda" else 2
             for payload in payloads(world)[turn % step :: step]:
                 case = oracle.make_case(done, uneven(world.size, turn), kind=kind)
-                Round(
-                    world, buffer, case, mode, layout=layout, payload=payload, lane=done % 2
-                ).run()
+                Round(world, buffer, case, mode, layout=layout, payload=payload, lane=done % 2).run()
                 done += 1
     return done
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size,gpus", TOPOLOGIES, ids=[f"{r}ranks-{g}" for r, g in TOPOLOGIES])
-def test_every_layout_payload_and_routing(
-    ranks: Any, fabric: str, mode: str, size: int, gpus: int
-) -> None:
+def test_every_layout_payload_and_routing(ranks: Any, fabric: str, mode: str, size: int, gpus: int) -> None:
     if fabric == "nvshmem" and (size, gpus) in ((6, 6), (6, 2)):
         pytest.skip("six ranks run as 2 x 3, and in random steps; the time of a GPU is dear")
     done = ranks(size, fabric).run(every_routing, mode, gpus, timeout=200)
@@ -61,13 +57,9 @@ def test_every_layout_payload_and_routing(
 
 def some_top_k(world: World, mode: str, top_k: int) -> None:
     per_expert = "per_expert" if mode == "low_latency" and top_k % 2 else "auto"
-    with world.make(
-        top_k=top_k, num_experts=48, hidden=128, low_latency_form=per_expert, gpus_per_node=2
-    ) as buffer:
+    with world.make(top_k=top_k, num_experts=48, hidden=128, low_latency_form=per_expert, gpus_per_node=2) as buffer:
         for seed, kind in enumerate(("uniform", "duplicates", "holes")):
-            case = oracle.make_case(
-                seed, [12, 5, 0, 1], kind=kind, experts=48, top_k=top_k, hidden=128
-            )
+            case = oracle.make_case(seed, [12, 5, 0, 1], kind=kind, experts=48, top_k=top_k, hidden=128)
             Round(world, buffer, case, mode).run()
 
 
@@ -124,9 +116,7 @@ def test_empty_and_tiny_batches(ranks: Any, fabric: str) -> None:
 
 def some_tokens(world: World, tokens: int) -> None:
     counts = [tokens, 0, tokens // 2 + tokens % 2, 1][: world.size]
-    with world.make(
-        max_tokens=dict.fromkeys(modes(world.fabric), max(tokens, 1)), lanes=1
-    ) as buffer:
+    with world.make(max_tokens=dict.fromkeys(modes(world.fabric), max(tokens, 1)), lanes=1) as buffer:
         for mode in modes(world.fabric):
             for payload in ("bf16", "fp8"):
                 Round(world, buffer, oracle.make_case(tokens, counts), mode, payload=payload).run()

@@ -84,9 +84,7 @@ SHAPES: list[tuple[int, dict[str, Any]]] = [
     SHAPES,
     ids=lambda v: "-".join(map(str, v.values())) if isinstance(v, dict) else str(v),
 )
-def test_three_hundred_random_steps(
-    ranks: Any, fabric: str, size: int, arguments: dict[str, Any]
-) -> None:
+def test_three_hundred_random_steps(ranks: Any, fabric: str, size: int, arguments: dict[str, Any]) -> None:
     steps = STEPS if size <= 4 else STEPS // 2  # more processes than cores
     if fabric == "emulated":
         steps //= 3

@@ -98,9 +98,7 @@ def cases(size: int) -> dict[str, oracle.Case]:
 
 @pytest.mark.parametrize("form", ["per_rank", "per_expert"])
 @pytest.mark.parametrize("size,gpus", TOPOLOGIES, ids=[f"{r}ranks-{g}" for r, g in TOPOLOGIES])
-def test_copies_equal_the_analytic_numbers(
-    ranks: Any, fabric: str, size: int, gpus: int, form: str
-) -> None:
+def test_copies_equal_the_analytic_numbers(ranks: Any, fabric: str, size: int, gpus: int, form: str) -> None:
     payload, wire = ("bf16", Payload.BF16) if form == "per_rank" else ("fp8", Payload.FP8)
     record = layout.record(wire, 256, 4).bytes
     everyone = ranks(size, fabric).run(counted, gpus, form, payload)
@@ -113,9 +111,7 @@ def test_copies_equal_the_analytic_numbers(
         for rank, stats in enumerate(everyone):
             s = stats["modes"][mode]
             assert (s["dispatches"], s["combines"]) == (2, 2)
-            assert s["tokens"] == 2 * len(case.x[rank]) and s["slots_high_water"] == len(
-                case.x[rank]
-            )
+            assert s["tokens"] == 2 * len(case.x[rank]) and s["slots_high_water"] == len(case.x[rank])
             for path in ("local", "scale_up", "scale_out", "forwarded"):
                 where = f"{mode}, rank {rank}, {path}"
                 assert s["records"][path] == 2 * sent[rank][path], where
