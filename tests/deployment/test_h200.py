@@ -42,9 +42,7 @@ measure = _measure()
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_they_pass_every_check(file: Path, tmp_path: Path) -> None:
-    write_shape(
-        tmp_path / ".ep" / "deepseek-v3-100m", "deepseek-v3-shape-fp8" if "sglang" in file.stem else "deepseek-v3-shape"
-    )
+    write_shape(tmp_path / ".ep" / "deepseek-v3-100m", "deepseek-v3-shape")
     there = tmp_path / "deploy" / file.name
     there.parent.mkdir()
     there.write_text(file.read_text())
@@ -193,8 +191,11 @@ def test_what_is_planned_for_a_gpu_host_is_taken(name: str, seconds: int, words:
     file = DEPLOY.parent / given["file"]
     engine = "sglang" if "sglang" in file.stem else "vllm"
     assert name.startswith(engine) and seconds <= 320
-    write_shape(tmp_path, "deepseek-v3-shape-fp8" if engine == "sglang" else "deepseek-v3-shape")
+    fp8 = words[0] == "timing" and engine == "sglang"
+    write_shape(tmp_path, "deepseek-v3-shape-fp8" if fp8 else "deepseek-v3-shape")
     document = measure._document(file, tmp_path, given["arguments"])
+    if fp8:
+        measure._role(document)["ep"]["fp8"] = True
     modes = measure._modes(given["modes"], document)
     if given["profile"]:
         measure._prepare_profiles(document, tmp_path)
