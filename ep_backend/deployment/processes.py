@@ -45,7 +45,8 @@ def ended_as(code: int) -> str:
 
 @contextlib.contextmanager
 def signals_noted(note: Callable[[int], object]) -> Iterator[None]:
-    """A signal to stop only leaves a note, so that it never interrupts between starting a process and noting it."""
+    """A signal to stop only leaves a note, so that it never interrupts between starting a process and noting it. The next
+    signal may interrupt ``note``: no lock that is taken once, as an Event has it."""
     before = {number: signal.signal(number, lambda number, _: note(number)) for number in STOP_SIGNALS}
     try:
         yield

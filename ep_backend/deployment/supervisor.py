@@ -4,12 +4,11 @@ import asyncio
 import contextlib
 import os
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import httpx
 
@@ -67,7 +66,7 @@ class Supervisor:
         self.ranks: dict[int, tuple[int, int]] = {}
         """By process: the leader of its launch, and its rank."""
         self.shared: set[Path] = set()
-        self.stop_asked = threading.Event()
+        self.signals: SimpleQueue[int] = SimpleQueue()  # what a signal's handler puts there, another may interrupt
         self.engines: list[Instance] = []
         target = deployment.target
         patience = 2 * (target.drain_timeout_s + target.stop_timeout_s + target.start_timeout_s)
@@ -88,7 +87,7 @@ class Supervisor:
 
         Raises DeploymentError, before anything is started, if the control service cannot listen.
         """
-        with self._services(), signals_noted(lambda _: self.stop_asked.set()):
+        with self._services(), signals_noted(self.signals.put):
             try:
                 self._start()
                 while True:
@@ -241,7 +240,8 @@ class Supervisor:
 
     def _wait_a_moment(self) -> None:
         """Raises Stopped if a signal came, InstanceFailed if a process died."""
-        if self.stop_asked.wait(POLL_S):
+        with contextlib.suppress(Empty):
+            self.signals.get(timeout=POLL_S)
             raise Stopped
         for child, instance in zip(self.children, self.state.instances, strict=True):
             # Ranks first: an engine that loses one may well end with status 0.

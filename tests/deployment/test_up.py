@@ -100,6 +100,16 @@ def test_a_closed_terminal_leaves_nothing(workplace: Workplace, number: signal.S
     assert_nothing_left(workplace, leaders)
 
 
+def test_many_signals_at_once_leave_nothing(workplace: Workplace) -> None:
+    child = start_foreground(workplace)
+    leaders = sessions(workplace)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) * 300:
+        if child.poll() is None:
+            child.send_signal(number)
+    child.communicate(timeout=60)
+    assert_nothing_left(workplace, leaders)
+
+
 def test_what_runs_is_served_when_nobody_reads_its_output(workplace: Workplace) -> None:
     child = workplace.start("up", str(workplace.file))
     assert child.stdout is not None
