@@ -1,5 +1,5 @@
 #!/bin/bash
-# What is still to be measured of both engines on a host of two H200, a call after the other:
+# What is measured of both engines on a host of two H200, a call after the other:
 #   measure_all.sh [NAME…]    the runs of these names or engines, else all; none: unpack only
 # A call takes those of the list, in order, that are not done and still fit into CALL_S seconds (570): call it again until
 # all are done. Results and ends of logs are in RESULTS (/tmp/measure; without its NAME.json a run is done again), and after

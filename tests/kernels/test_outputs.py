@@ -68,7 +68,7 @@ def test_no_two_share_a_word(mode: Mode, form: Layout, payload: Payload, capacit
             assert all(word == -1 for word in place), f"{name} lies on another"
             place[:] = [PLACES.index(name)] * count
         counts = torch.zeros(E // R, dtype=torch.int32) if mode is Mode.NORMAL else None
-        got = made.received(rows, beside, counts, capacity, capacity)
+        got = made.received(rows, beside, counts, capacity, capacity, made.most)
         assert counts is None or got.counts is counts
         handed = {"scales": got.scales, "ids": got.topk_ids, "weights": got.topk_weights}
         for name, tensor in (handed if counts is not None else {**handed, "counts": got.counts}).items():
@@ -82,7 +82,7 @@ def test_no_two_share_a_word(mode: Mode, form: Layout, payload: Payload, capacit
 def test_shapes_and_types(payload: Payload) -> None:
     made = outputs(Mode.DIRECT, Layout.COMPACT, payload)
     rows, beside = made.make(made.most)
-    got = made.received(rows, beside, None, made.most, 7)
+    got = made.received(rows, beside, None, made.most, 7, made.most)
     assert got.rows.shape == (7, H) and got.rows.dtype == (torch.bfloat16 if payload is Payload.BF16 else torch.float8_e4m3fn)
     assert got.topk_ids is not None and got.topk_ids.shape == (7, K) and got.topk_ids.dtype == torch.int32
     assert got.topk_weights is not None and got.topk_weights.shape == (7, K) and got.topk_weights.dtype == torch.float32
@@ -92,7 +92,7 @@ def test_shapes_and_types(payload: Payload) -> None:
         assert got.scales is not None and got.scales.shape == (7, width) and got.scales.dtype == dtype
     masked = outputs(Mode.LOW_LATENCY, Layout.MASKED, payload, most=3)
     rows, beside = masked.make(masked.most)
-    got = masked.received(rows, beside, None, masked.most, None)
+    got = masked.received(rows, beside, None, masked.most, None, masked.most)
     assert got.rows.shape == (E // R, R * 3, H)
     if payload is not Payload.BF16:
         assert got.scales is not None and got.scales.shape == (E // R, R * 3, width)

@@ -81,9 +81,9 @@ class Outputs:
         counts: torch.Tensor | None,
         capacity: int,
         n: int | None,
-        most: int | None = None,
+        most: int,
     ) -> Received:
-        """As tensors; compact ones have n rows, if that is known, else at most ``most``."""
+        """As tensors; compact ones have n rows, if that is known, else ``most``."""
         room, top_k, words = _room(capacity), self._top_k, self._scale_words
         (scales_at, scales_each), (ids_at, ids_each), (weights_at, weights_each), (counts_at, _), *_ = self._at
         floats = beside.view(torch.float32) if self._scales_are_floats or not self._masked else beside
@@ -96,7 +96,7 @@ class Outputs:
                 shape, strides = (self._experts, capacity, words), (words * stride, 1, stride)
                 scales = scaling.as_strided(shape, strides, scales_at + scales_each * room)
             return Received(rows, scales, None, None, counts, None)
-        count = n if n is not None else capacity if most is None else min(capacity, most)
+        count = most if n is None else n
         if words:
             scales = scaling.as_strided((count, words), (words, 1), scales_at + scales_each * room)
         ids = beside.as_strided((count, top_k), (top_k, 1), ids_at + ids_each * room)
