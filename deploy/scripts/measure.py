@@ -37,7 +37,7 @@ import httpx
 import typer
 from ruamel.yaml import YAML
 
-from ep_backend.bench.traces import all_to_all, first_trace
+from ep_backend.bench.traces import all_to_all, between, first_trace, steps
 from ep_backend.checkpoint import write_checkpoint, write_shape
 from ep_backend.control.client import ControlClient
 from ep_backend.demo import make_prompts
@@ -157,8 +157,8 @@ def equality(
                 print(f"{mode}: {json.dumps({key: value for key, value in entry.items() if key != 'ranks'})}", flush=True)
                 _save(result, out)
                 if profile:
-                    entry["profile"] = profiled(served, folder, 32, PROMPT, SHORT)
-                    entry["profile_of_prompts"] = profiled(served, folder, 16, LONG_PROMPT, 1)
+                    entry["profile"] = profiled(served, document, folder, 32, PROMPT, SHORT)
+                    entry["profile_of_prompts"] = profiled(served, document, folder, 16, LONG_PROMPT, 1)
                     _save(result, out)
     except Exception as error:
         result["error"] = f"{type(error).__name__}: {error}"
@@ -176,7 +176,7 @@ def timing(
     own: Annotated[bool, typer.Option("--baseline", help="the engine's own all-to-all")] = False,
     sequences: Annotated[str, typer.Option(help="requests at once, a rank")] = "128,64,32",
     windows: Annotated[int, typer.Option(min=1)] = 3,
-    profile: Annotated[bool, typer.Option(help="with a profile at the end of each mode")] = True,
+    profile: Annotated[bool, typer.Option(help="with a profile of each load at the end of each mode")] = True,
     prompts: Annotated[bool, typer.Option(help="with a profile of prompts alone, too")] = False,
     arguments: Set = None,
     seconds: Seconds = 540,
@@ -222,9 +222,9 @@ def timing(
                         entry["split"] = {"decoding": _split(before, now)}
                         entry["micro_batched"] = entry["split"]["decoding"] >= SPLIT
                 if profile:
-                    entry["profile"] = profiled(served, folder, 64, PROMPT, SHORT)
+                    entry["profiles"] = [profiled(served, document, folder, count, PROMPT, SHORT) for count in counts]
                     if prompts:
-                        entry["profile_of_prompts"] = profiled(served, folder, 16, LONG_PROMPT, 1)
+                        entry["profile_of_prompts"] = profiled(served, document, folder, 16, LONG_PROMPT, 1)
                 _save(result, out)
     except Exception as error:
         result["error"] = f"{type(error).__name__}: {error}"
@@ -237,13 +237,14 @@ def timing(
 def compare(ours: Path, own: Path) -> None:
     """Steps and all-to-all of each mode beside the engine's own: is a layer's half, and is what was saved seen in a step?"""
     base = next(iter(json.loads(own.read_text())["modes"].values()))
+    its_steps, its_profiles = _steps(base), _profiles(base)
     for mode, entry in json.loads(ours.read_text())["modes"].items():
         for count, step in _steps(entry).items():
-            print(f"{mode}, {count} sequences a rank: step {step:.3f} ms, the engine's own {_steps(base)[count]:.3f} ms")
-        for name, found in (("it", entry), ("the engine's own", base)):
-            us = found.get("profile", {})
-            parts = f"dispatch {us.get('dispatch_us_a_layer')}, combine {us.get('combine_us_a_layer')}"
-            print(f"{mode}: all-to-all of {name}, us a layer: {us.get('us_a_layer')} ({parts})")
+            print(f"{mode}, {count} sequences a rank: step {step:.3f} ms, the engine's own {its_steps[count]:.3f} ms")
+        for count, one in _profiles(entry).items():
+            for key, unit in (("us_a_layer", "us of all-to-all a layer"), ("step_us", "us a step")):
+                found, other = (each.get(key) for each in (one, its_profiles[count]))
+                print(f"{mode}, {count} sequences a rank, in CUDA graphs: {found} {unit}, the engine's own {other}")
 
 
 # Serving.
@@ -468,7 +469,9 @@ def load_all(served: Served, count: int, tokens: int, prompt_tokens: int = PROMP
     return asyncio.run(run())
 
 
-def profiled(served: Served, folder: Path, sequences: int, prompt_tokens: int, tokens: int) -> dict[str, Any]:
+def profiled(
+    served: Served, document: dict[str, Any], folder: Path, sequences: int, prompt_tokens: int, tokens: int
+) -> dict[str, Any]:
     """Kernels of a load, as the first rank's trace has them. What goes wrong here costs the profile alone."""
     traces = folder / "traces"
     shutil.rmtree(traces, ignore_errors=True)
@@ -486,7 +489,11 @@ def profiled(served: Served, folder: Path, sequences: int, prompt_tokens: int, t
     except (httpx.HTTPError, OSError, ValueError) as error:
         return {**load, "error": f"{type(error).__name__}: {error}"}
     rounds = [sum(_rounds(was, status)) for was, status in zip(before, now, strict=True)]
-    found = {**load, "trace": path.name, **all_to_all(kernels, rounds[0] if rounds else None)}
+    config = json.loads(Path(document["model"]["path"], "config.json").read_text())
+    in_graphs = steps(kernels, config["num_hidden_layers"] - config["first_k_dense_replace"])
+    found = {**load, "trace": path.name, "in_graphs": in_graphs, **all_to_all(kernels, rounds[0] if rounds else None)}
+    if _overlaps(document):
+        found["between"] = between(kernels)
     summary = {key: value for key, value in found.items() if key != "kernels"}
     print(f"profile: {json.dumps(summary)}", flush=True)
     return found
@@ -554,6 +561,11 @@ def _steps(entry: dict[str, Any]) -> dict[int, float]:
     for one in entry["windows"]:
         steps[one["sequences_a_rank"]].append(one["step_ms"])
     return {count: statistics.median(values) for count, values in steps.items()}
+
+
+def _profiles(entry: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """What profiles say of the steps in graphs, by sequences a rank."""
+    return {one["sequences_a_rank"]: one.get("in_graphs") or {} for one in entry.get("profiles", [])}
 
 
 def _facts(file: Path, document: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import statistics
 import time
 import zlib
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ COMBINES = re.compile(
     re.IGNORECASE,
 )
 COLLECTIVE = re.compile("nccl|all_?gather|reduce_?scatter|all_?reduce|cross_device", re.IGNORECASE)
+STEP = 20  # kernels of a graph that is a step, at least: engines capture smaller things, too
 
 
 def first_trace(traces: Path, seconds: float = 60.0) -> tuple[Path, list[dict[str, Any]]]:
@@ -47,13 +49,13 @@ def all_to_all(kernels: list[dict[str, Any]], layers: int | None = None) -> dict
 
     ``us_a_layer`` is all its kernels' time by the number of dispatches: ``layers``, or as many as begin one (collectives: of
     the rarest kind of kernel that there is a hundredth of). ``overlapped``: the share of its time in which another kernel
-    ran, too. ``between``: what ran between the phases of a dispatch.
+    ran, too.
     """
     by_name: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
         by_name[kernel["name"]].append(kernel["dur"])
-    ours = {name for name in by_name if OURS.match(name)}
-    names = ours or {name for name in by_name if COLLECTIVE.search(name)}
+    names = _names(kernels)
+    ours = {name for name in names if OURS.match(name)}
     layers = layers or sum(len(us) for name, us in by_name.items() if BEGINS.match(name))
     if names and not ours:
         counts = [len(by_name[name]) for name in names]
@@ -71,13 +73,37 @@ def all_to_all(kernels: list[dict[str, Any]], layers: int | None = None) -> dict
         "dispatch_us_a_layer": a_layer(total - combine),
         "combine_us_a_layer": a_layer(combine),
         "overlapped": _overlapped(kernels, names),
-        "between": between(kernels),
         "kernels": [{"name": n[:100], "calls": len(us), "median_us": statistics.median(us), "us": sum(us)} for n, us in top],
     }
 
 
+def steps(kernels: list[dict[str, Any]], layers: int) -> dict[str, Any] | None:
+    """Of steps in CUDA graphs, medians: us from one's begin to the next's, and its all-to-all by its ``layers`` with experts.
+
+    The kernels of one launch of a graph have one correlation. None if there are not two launches.
+    """
+    launched: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for kernel in kernels:
+        launched[kernel.get("args", {}).get("correlation", -1)].append(kernel)
+    launched.pop(-1, None)
+    found = [launch for launch in launched.values() if len(launch) >= STEP]
+    begins = sorted(min(kernel["ts"] for kernel in launch) for launch in found)
+    if len(begins) < 2:
+        return None
+    names = _names(kernels)
+    spent = [[k["dur"] / layers for k in launch if k["name"] in names] for launch in found]
+    combines = [[k["dur"] / layers for k in launch if k["name"] in names and COMBINES.search(k["name"])] for launch in found]
+    total, combine = statistics.median(map(sum, spent)), statistics.median(map(sum, combines))
+    return {
+        "steps": len(found),
+        "step_us": round(statistics.median(after - before for before, after in pairwise(begins)), 1),
+        "us_a_layer": round(total, 2),
+        "combine_us_a_layer": round(combine, 2),
+    }
+
+
 def between(kernels: list[dict[str, Any]]) -> dict[str, Any]:
-    """Dispatches whose phases are apart, and the time of other kernels that began between the end of a send and the receive.
+    """Of a trace where dispatches send and receive apart: how many, and the time of other kernels that began in between.
 
     With two micro-batches that is the other one's work, while records are under way: also where one stream runs both.
     """
@@ -94,6 +120,12 @@ def between(kernels: list[dict[str, Any]]) -> dict[str, Any]:
     with_work = [us for us in found if us]
     median = round(statistics.median(with_work), 2) if with_work else None
     return {"dispatches": len(found), "with_work": len(with_work), "median_us": median}
+
+
+def _names(kernels: list[dict[str, Any]]) -> set[str]:
+    """Of the all-to-all's kernels."""
+    names = {kernel["name"] for kernel in kernels}
+    return {name for name in names if OURS.match(name)} or {name for name in names if COLLECTIVE.search(name)}
 
 
 def _overlapped(kernels: list[dict[str, Any]], names: set[str]) -> float | None:

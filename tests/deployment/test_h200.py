@@ -16,7 +16,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from ep_backend.bench.traces import all_to_all, first_trace
+from ep_backend.bench.traces import all_to_all, between, first_trace, steps
 from ep_backend.checkpoint import write_shape
 from ep_backend.deployment.lint.report import findings_of
 from ep_backend.deployment.load import load, read
@@ -103,8 +103,8 @@ def test_a_reference_that_is_rarely_sure_proves_nothing() -> None:
     assert not found["equal"] and not found["wrong"] and found["qualified"] == 0.0
 
 
-def kernel(name: str, begin: float, us: float) -> dict[str, Any]:
-    return {"cat": "kernel", "name": name, "ts": begin, "dur": us}
+def kernel(name: str, begin: float, us: float, launch: int = 0) -> dict[str, Any]:
+    return {"cat": "kernel", "name": name, "ts": begin, "dur": us, "args": {"correlation": launch} if launch else {}}
 
 
 def test_ours_are_told_from_a_trace_with_their_overlap() -> None:
@@ -115,7 +115,7 @@ def test_ours_are_told_from_a_trace_with_their_overlap() -> None:
     assert (found["layers"], found["us_a_layer"]) == (2, 20.0)
     assert (found["dispatch_us_a_layer"], found["combine_us_a_layer"]) == (10.0, 10.0)
     assert all_to_all(both, layers=4)["us_a_layer"] == 10.0, "by the buffer's own count"
-    assert found["between"] == {"dispatches": 2, "with_work": 0, "median_us": None}
+    assert between(both) == {"dispatches": 2, "with_work": 0, "median_us": None}
     assert found["overlapped"] == pytest.approx(4 / 20), "34 to 38"
     assert found["kernels"][0] == {"name": "gemm", "calls": 6, "median_us": 3, "us": 50}
 
@@ -135,9 +135,23 @@ def test_the_work_of_another_micro_batch_between_send_and_receive(ends: tuple[st
     """On one stream, where no two kernels run at the same time."""
     send, receive = ends
     layer = ["ep_order", send, "attention", "gate", receive, send, "gemm", receive, "ep_combine", "gemm", "ep_combine"]
-    found = all_to_all([kernel(name, 10 * n, 9) for n, name in enumerate(layer)])
-    assert found["overlapped"] == 0.0
-    assert found["between"] == {"dispatches": 2, "with_work": 2, "median_us": 13.5}
+    kernels = [kernel(name, 10 * n, 9) for n, name in enumerate(layer)]
+    assert all_to_all(kernels)["overlapped"] == 0.0
+    assert between(kernels) == {"dispatches": 2, "with_work": 2, "median_us": 13.5}
+
+
+@pytest.mark.parametrize("names", [("ep_dispatch", "ep_combine"), ("ncclAllGather", "ncclReduceScatter")], ids=["ours", "own"])
+def test_steps_in_graphs_are_told_from_what_else_ran(names: tuple[str, str]) -> None:
+    """Two layers with experts a step; what ran without a graph, however long it waited for a peer, is not theirs."""
+    kernels = [kernel(names[0], 0, 5000, 1), kernel("gemm", 5000, 9, 2)]
+    for step, us in enumerate((20, 30, 90)):
+        begin = 10_000 + 1000 * step
+        kernels += [kernel("gemm", begin + 10 * n, 9, 10 + step) for n in range(30)]
+        kernels += [kernel(name, begin + 300 + n, us, 10 + step) for n, name in enumerate(names * 2)]
+    assert steps(kernels, 2) == {"steps": 3, "step_us": 1000, "us_a_layer": 60, "combine_us_a_layer": 30}
+    assert steps(kernels[:30], 2) is None
+    del kernels[-1]["args"]
+    assert steps(kernels, 2) is not None, "a trace need not have them of all"
 
 
 def test_a_trace_is_read_once_it_is_whole(tmp_path: Path) -> None:
@@ -153,14 +167,20 @@ def test_a_trace_is_read_once_it_is_whole(tmp_path: Path) -> None:
 def test_results_are_compared(tmp_path: Path) -> None:
     for name, mode, step, us in (("ours", "low_latency", 5.0, 40.0), ("own", "allgather_reducescatter", 6.0, 90.0)):
         windows = [{"sequences_a_rank": 64, "step_ms": step + turn} for turn in (0.1, 0, 9)]
-        profile = {"us_a_layer": us, "dispatch_us_a_layer": us / 4, "combine_us_a_layer": us * 3 / 4}
-        entry = {"windows": windows, "profile": profile}
+        in_graphs = {"us_a_layer": us, "step_us": step * 1000}
+        profiles = [{"sequences_a_rank": 64, "us_a_layer": 2 * us, "in_graphs": in_graphs}]
+        profiles.append({"sequences_a_rank": 32, "us_a_layer": us, "in_graphs": None})
+        entry = {"windows": windows, "profiles": profiles}
         (tmp_path / f"{name}.json").write_text(json.dumps({"modes": {mode: entry}}))
     done = CliRunner().invoke(measure.app, ["compare", str(tmp_path / "ours.json"), str(tmp_path / "own.json")])
     assert done.exit_code == 0, done.output
-    assert "low_latency, 64 sequences a rank: step 5.100 ms, the engine's own 6.100 ms" in done.output
-    assert "all-to-all of it, us a layer: 40.0 (dispatch 10.0, combine 30.0)" in done.output
-    assert "own, us a layer: 90.0" in done.output
+    assert done.output.splitlines() == [
+        "low_latency, 64 sequences a rank: step 5.100 ms, the engine's own 6.100 ms",
+        "low_latency, 64 sequences a rank, in CUDA graphs: 40.0 us of all-to-all a layer, the engine's own 90.0",
+        "low_latency, 64 sequences a rank, in CUDA graphs: 5000.0 us a step, the engine's own 6000.0",
+        "low_latency, 32 sequences a rank, in CUDA graphs: None us of all-to-all a layer, the engine's own None",
+        "low_latency, 32 sequences a rank, in CUDA graphs: None us a step, the engine's own None",
+    ]
 
 
 def measured(workplace: Workplace, file: str, *arguments: str, **env: str) -> tuple[int, str, dict[str, Any]]:
