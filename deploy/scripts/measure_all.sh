@@ -25,7 +25,7 @@ sglang-hybrid        160 equality deploy/h200x2-sglang.yaml --modes hybrid
 vllm-eager           110 equality deploy/h200x2-vllm-decode.yaml --modes low_latency,hybrid --set enforce-eager=true
 vllm-dbo-prefill     165 equality deploy/h200x2-vllm-dbo-prefill.yaml --modes direct,normal --profile
 sglang-own           320 timing deploy/h200x2-sglang.yaml --baseline
-sglang-ours          240 timing deploy/h200x2-sglang.yaml
+sglang-ours          200 timing deploy/h200x2-sglang.yaml
 vllm-eager-prefill   110 equality deploy/h200x2-vllm-prefill.yaml --modes direct,normal --set enforce-eager=true
 vllm-dbo-wide        170 timing deploy/h200x2-vllm-dbo.yaml --sequences 64 --windows 1 --prompts
 vllm-dbo-prefill-wide 190 timing deploy/h200x2-vllm-dbo-prefill.yaml --modes direct,normal --sequences 64 --windows 1 --prompts
