@@ -3,6 +3,7 @@
 from typing import Any
 
 from ep_backend.deployment.batches import capacity
+from ep_backend.deployment.buffers import tokens_by_mode
 from ep_backend.deployment.resolve import group_of
 from ep_backend.deployment.schema import Deployment, Role, RoleName, modes_of
 from ep_backend.plan.planner import estimates
@@ -12,11 +13,12 @@ def rank_settings(deployment: Deployment, name: RoleName, role: Role, agent_host
     """The keys of ep_backend/settings.py; ValueError where the NVLink domains do not divide the ranks."""
     ep = role.ep
     tokens, group = capacity(deployment, name, role), group_of(deployment, role)
+    modes = modes_of(name, ep.mode, group.nodes > 1, role.engine)
     return {
         "deployment": deployment.name,
         "role": name,
         "mode": ep.mode,
-        "max_tokens": {mode.value: tokens for mode in modes_of(name, ep.mode, group.nodes > 1, role.engine)},
+        "max_tokens": {mode.value: n for mode, n in tokens_by_mode(name, role, modes, tokens).items()},
         "lanes": ep.lanes,
         "timeout_s": ep.timeout_s,
         "gpus_per_node": group.gpus_per_node,

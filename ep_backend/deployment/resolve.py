@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ep_backend.config import BufferConfig
 from ep_backend.deployment.presets import models, topologies
-from ep_backend.deployment.schema import Deployment, Model, Role, RoleName, Topology, modes_of
+from ep_backend.deployment.schema import Deployment, Model, Role, Topology
 from ep_backend.plan.model import ModelShape, model_shape
 
 
@@ -89,36 +88,6 @@ def limited_as_grouped(shape: ModelShape, group: Group, redundant: int) -> bool:
     per_group = shape.experts // shape.groups
     places = (shape.experts // group.ranks, shape.experts // group.nodes)
     return not redundant and all(own and (per_group % own == 0 or own % per_group == 0) for own in places)
-
-
-def payload_of(deployment: Deployment, role: Role) -> str:
-    """What the buffer's rows are: fp8 where asked for, else the model's type."""
-    if role.ep.fp8:
-        return "fp8"
-    return "fp32" if deployment.topology.device == "cpu" and role.arg("dtype") == "float32" else "bf16"
-
-
-def buffer_config(
-    deployment: Deployment, name: RoleName, role: Role, shape: ModelShape, max_tokens: int, modes: list[str] | None = None
-) -> BufferConfig:
-    """The buffer that a rank of this role makes; ValueError as the buffer itself raises it.
-
-    `modes` None: those that the role's instance makes it for.
-    """
-    group = group_of(deployment, role)
-    made_for = modes or [mode.value for mode in modes_of(name, role.ep.mode, group.nodes > 1, role.engine)]
-    return BufferConfig.make(
-        group.ranks,
-        hidden=shape.hidden,
-        num_experts=shape.experts + role.ep.redundant_experts,
-        top_k=shape.top_k,
-        max_tokens=dict.fromkeys(made_for, max_tokens),
-        lanes=role.ep.lanes,
-        payloads=(payload_of(deployment, role),),
-        gpus_per_node=group.gpus_per_node,
-        fabric="host" if deployment.topology.device == "cpu" else "nvshmem",
-        timeout_s=role.ep.timeout_s,
-    )
 
 
 def _read_config(file: Path) -> dict[str, Any]:

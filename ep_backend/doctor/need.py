@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ep_backend.deployment.batches import capacity
-from ep_backend.deployment.resolve import ModelUnknown, buffer_config, group_of, shape_of, topology
+from ep_backend.deployment.buffers import buffer_config
+from ep_backend.deployment.resolve import ModelUnknown, group_of, shape_of, topology
 from ep_backend.deployment.schema import Deployment, Role, RoleName
 from ep_backend.doctor.host import Host, Unknown
 from ep_backend.plan.memory import memory

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ep_backend.deployment.batches import tokens_a_sequence
-from ep_backend.deployment.resolve import buffer_config, group_of, topology
+from ep_backend.deployment.buffers import buffer_config
+from ep_backend.deployment.resolve import group_of, topology
 from ep_backend.deployment.schema import Deployment, Role, RoleName
 from ep_backend.layout import COUNT_BITS
 from ep_backend.plan.model import GIB, ModelShape

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ep_backend.deployment.batches import capacity, tokens_a_sequence
+from ep_backend.deployment.buffers import buffer_config, payload_of
 from ep_backend.deployment.resolve import (
     Group,
     ModelUnknown,
-    buffer_config,
     group_of,
     limited_as_grouped,
-    payload_of,
     shape_of,
     topology,
 )
@@ -144,7 +143,7 @@ def _role_plan(c: _Context) -> RolePlan:
 def _mode_plan(c: _Context, mode: Mode) -> ModePlan:
     flow = traffic(mode, c.copies, c.group.ranks, c.group.nodes, c.calibration.sends_one_an_expert)
     dispatch, combine = (_cost(c, mode, op, flow) for op in OPS)
-    config = buffer_config(c.deployment, c.name, c.role, c.shape, c.tokens, [mode.value])
+    config = buffer_config(c.deployment, c.name, c.role, c.shape, c.tokens, [mode])
     buffer = int(config.size_hint()["total"])
     layers_ms = c.shape.moe_layers / 1e3
     return ModePlan(

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from ep_backend.deployment import interpreters
+from ep_backend.deployment.buffers import buffer_config
 from ep_backend.deployment.checks import check_startable
 from ep_backend.deployment.flags import engine_flags
 from ep_backend.deployment.instances import Instance, engine_instances, router_instance
 from ep_backend.deployment.lint.parser import check_with_engine
 from ep_backend.deployment.load import load
 from ep_backend.deployment.logs import last_errors, last_line
-from ep_backend.deployment.schema import Deployment
+from ep_backend.deployment.resolve import shape_of
+from ep_backend.deployment.schema import Deployment, Model
 from ep_backend.modes import Mode
 
 PREFILL = "ep: {mode: direct, max_tokens: 1024}\n    args: {max-num-batched-tokens: 1024, max-num-seqs: 8}"
@@ -71,6 +73,28 @@ def test_a_unified_role_has_both_families_and_its_own_address(unified: Callable[
     assert settings(engine)["max_tokens"] == {mode.value: 1024 for mode in Mode}
     assert engine.agents == [f"http://127.0.0.1:{int(str(settings(engine)['agent_port'])) + rank}" for rank in range(2)]
     assert router_instance(deployment, [engine]) is None
+
+
+@pytest.mark.parametrize(
+    "more,running",
+    [
+        ("", 1024),
+        ("max-running-requests: 100", 50),
+        ("max-running-requests: 1", 1),
+        ("max-running-requests: 100, speculative-num-draft-tokens: 4", 200),
+    ],
+)
+def test_decoding_has_no_more_slots_than_its_sequences(
+    unified: Callable[..., Deployment], tmp_path: Path, more: str, running: int
+) -> None:
+    """Of a role with both families, whose prompts need more."""
+    deployment = unified(("chunked-prefill-size: 2048", f"chunked-prefill-size: 2048, {more}".rstrip(", ")))
+    (engine,) = engine_instances(deployment, tmp_path / "run")
+    told = settings(engine)["max_tokens"]
+    assert told == {"normal": 1024, "direct": 1024, "low_latency": running, "hybrid": running}
+    assert deployment.roles.unified is not None
+    config = buffer_config(deployment, "unified", deployment.roles.unified, shape_of(Model(preset="deepseek-v3")), 1024)
+    assert {mode.value: tokens for mode, tokens in config.max_tokens.items()} == told
 
 
 def test_a_pair_and_its_router(write_file: Callable[..., Path], tmp_path: Path) -> None:

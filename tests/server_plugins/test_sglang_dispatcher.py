@@ -356,6 +356,47 @@ def test_weights_that_change_after_dispatch_are_told(ranks):
     ranks(2).run(changed_weights, timeout=TIMEOUT_S)
 
 
+def phases(world: World, mode: str) -> dict[str, list[bool]]:
+    """Whether dispatch and combine were asked to return a hook: where nothing runs in between, and in SGLang's steps."""
+    from tests.server_plugins.sglang_cpu import experts
+    from tests.server_plugins.sglang_layers import Batch, layer
+
+    asked: list[bool] = []
+    with layer(world, mode, lanes=2) as moe:
+        buffer, d = moe.inner.buffer, moe.inner
+        for name in ("dispatch", "combine"):
+            ask = getattr(buffer, name)
+            spy = lambda *args, ask=ask, **more: asked.append(more.get("return_hook", False)) or ask(*args, **more)  # noqa: E731
+            setattr(buffer, name, spy)
+        batch = Batch.make(world.rank, 4)
+        moe.run(batch)
+        moe.check(batch)
+        found = {"at once": asked.copy()}
+        asked.clear()
+        d.dispatch_a(batch.x, batch.routing)
+        d.combine_a(experts(moe.weights, d.dispatch_b()))
+        batch.out = d.combine_b()
+        moe.check(batch)
+        found["in steps"] = asked.copy()
+        asked.clear()
+        d.register_deepep_dispatch_hook(lambda dispatcher: None)
+        moe.run(batch)
+        moe.check(batch)
+        found["with work of SGLang's own after dispatch"] = asked.copy()
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_phases_are_apart_only_where_something_runs_between_them(ranks, mode):
+    hook = mode != "normal"
+    for found in ranks(2).run(phases, mode, timeout=TIMEOUT_S):
+        assert found == {
+            "at once": [False, False],
+            "in steps": [hook, hook],
+            "with work of SGLang's own after dispatch": [hook, False],
+        }
+
+
 def hooked(world: World) -> list[str]:
     from tests.server_plugins.sglang_layers import Batch, layer
 

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ep_backend.deployment.batches import batch_limit, chunk, eager, largest_bucket, tokens_a_sequence, whole_prompts
+from ep_backend.deployment.buffers import buffer_config
 from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
-from ep_backend.deployment.resolve import buffer_config, limited_as_grouped
+from ep_backend.deployment.resolve import limited_as_grouped
 from ep_backend.deployment.schema import Deployment
 from ep_backend.layout import COUNT_BITS, COUNT_MASK, MAX_TOP_K, SCALE_GROUP
 from ep_backend.plan.calibration import calibrations, read_counts, recalibrated

@@ -3,9 +3,9 @@
 import os
 from collections.abc import Iterator
 
+from ep_backend.deployment.buffers import buffer_config
 from ep_backend.deployment.lint.view import Place, RoleView, problem
 from ep_backend.deployment.problems import Problem
-from ep_backend.deployment.resolve import buffer_config
 from ep_backend.deployment.schema import Deployment, Pod
 from ep_backend.plan.model import GIB
 from ep_backend.serving import is_loopback
