@@ -65,6 +65,11 @@ def _skewed(*cases: Case) -> list[Case]:
     return [replace(c, name=f"{c.name}-{routing}", routing=routing) for c in cases for routing in ("zipf", "hot_rank")]
 
 
+def _compact(case: Case) -> Case:
+    """As engines have it whose experts of the decode family take one bf16 row a token."""
+    return replace(case, name=f"{case.name}-compact", layout="compact", fp8=False)
+
+
 def _eager(case: Case) -> Case:
     waits = case.layout == Layout.COMPACT.value
     return replace(case, name=f"{case.name}-eager", graph=False, host_counts=waits)
@@ -75,6 +80,7 @@ PREFILL = [_prefill(t) for t in (4096, 8192)]
 TWO_HOPS = [_hybrid(_decode(128)), _hybrid(_prefill(4096)), _normal(4096, 2)]
 ALL = [
     *(_decode(128), _prefill(4096), _decode(1), _normal(4096), *TWO_HOPS, *DECODE[2:], _prefill(8192)),
+    *(_compact(_decode(t)) for t in (32, 128)),
     *_skewed(_decode(128), _prefill(4096)),
     *(_hybrid(_decode(t)) for t in (1, 8, 32, 512)),
     *(_eager(_decode(128)), _eager(_prefill(4096)), _normal(8192), _hybrid(_prefill(8192)), _normal(8192, 2)),

@@ -61,8 +61,8 @@ class Launches:
         return serves and not call.split and not self.ordered(call)
 
     def _sums_as_lines(self, call: Call) -> bool:
-        """By the buffer and the layout, not by this rank's tokens: all ranks must choose alike."""
-        return call.mode is Mode.LOW_LATENCY and call.layout is Layout.MASKED and self._shape.line_row != 0
+        """By the buffer, not by this rank's tokens: all ranks must choose alike."""
+        return call.mode is Mode.LOW_LATENCY and self._shape.line_row != 0
 
     def _blocks(self, call: Call, most: int, default: int) -> int:
         return max(1, min(default if call.sms is None else call.sms, most))

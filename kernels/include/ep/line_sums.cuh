@@ -1,4 +1,4 @@
-// Combine of masked rows by lines (line.cuh): each rank returns its partial sum of a token in chunks, their owner adds them.
+// low_latency's combine by lines (line.cuh): each rank returns its partial sum of a token in chunks, their owner adds them.
 //
 // A rank says `returned` when its combine begins: its dispatch, an earlier kernel, has then read every slot of the round, so
 // that the owner, who waits for the word of all ranks, may write the next round's. A line is written again by who has got the
@@ -21,7 +21,7 @@ struct SumShared {
 __device__ __forceinline__ u64 line_row(const Args& a, int rank, i64 row) { return a.heap[rank] + a.lines + row * a.line_row; }
 __device__ __forceinline__ int sum_parts(const Args& a) { return (2 * int(a.hidden) + kChunk - 1) / kChunk; }
 
-// What is known of a received record: lane k has pick k's masked row, or -1, and its weight.
+// What is known of a received record: lane k has pick k's masked row, or -1, and its weight; lane 0 the one compact row.
 struct Answer {
   int row, target;
   float weight;
@@ -29,7 +29,9 @@ struct Answer {
 __device__ __forceinline__ Answer ask_answer(const Args& a, int record, int lane) {
   Answer r{-1, 0, 0.f};
   if (record >= a.ranks * a.max_tokens) return r;
-  if (lane < a.top_k) {
+  if (not a.masked) {
+    r = {lane == 0 ? record : -1, 0, 1.f};
+  } else if (lane < a.top_k) {
     r.row = reinterpret_cast<const int*>(a.position)[record * a.top_k + lane];
     r.weight = reinterpret_cast<const float*>(a.pick_weight)[record * a.top_k + lane];
   }
