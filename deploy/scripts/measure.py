@@ -114,6 +114,9 @@ def equality(
     reference: Annotated[Path | None, typer.Option(help="an earlier result, whose reference is taken")] = None,
     tokens: Annotated[int, typer.Option(help="of each answer", min=1)] = 64,
     profile: Annotated[bool, typer.Option(help="with profiles of each mode: prompts, and decoding")] = False,
+    engine_route: Annotated[
+        bool, typer.Option(help="flips by SGLang's own /set_internal_state, not by the control service")
+    ] = False,
     arguments: Set = None,
     seconds: Seconds = 540,
 ) -> None:
@@ -125,6 +128,8 @@ def equality(
         write_checkpoint(path, model="deepseek-v3-100m")
     document = _document(file, path, arguments)
     wanted = _modes(modes, document)
+    if engine_route and _role(document)["engine"] != "sglang":
+        raise typer.BadParameter(f"--engine-route: {_role(document)['engine']} has no route for flips; leave it out")
     if profile:
         _prepare_profiles(document, folder)
     result = _facts(file, document)
@@ -143,9 +148,12 @@ def equality(
         _role(document)["ep"]["mode"] = wanted[0]
         with deployed(document, folder) as served:
             result["start_s"] = _since(result)
-            for mode in wanted:
+            for number, mode in enumerate(wanted):
                 entry = result["modes"].setdefault(mode, {})
-                entry["flip"] = flip(served, document, folder, mode)
+                if engine_route and number:
+                    entry["flip"] = flip_by_engine(served, mode, number)
+                else:
+                    entry["flip"] = flip(served, document, folder, mode)
                 looks = [_look(served)]
                 for length in (1, tokens) if copies > 1 else (tokens,):  # prompts alone first: are they split, too?
                     found = answers(served, prompts * copies, length, at_once=copies * len(prompts))
@@ -313,6 +321,26 @@ def flip(served: Served, document: dict[str, Any], folder: Path, mode: str) -> d
     with ControlClient(served.state) as control:
         applied = control.apply(load(file).deployment, file.read_text(), dry_run=False, restart=False)
     return {"seconds": round(time.monotonic() - started, 2), "flips": [f.model_dump() for f in applied.flips]}
+
+
+def flip_by_engine(served: Served, mode: str, token: int) -> dict[str, Any]:
+    """By SGLang's own admin route, whose ranks change at a dispatch that carries the proposal on all of them."""
+    from server_plugins.sglang import NAME
+    from server_plugins.sglang.state import MODE, MODES, TOKEN
+
+    def states() -> list[dict[str, Any]]:
+        found = httpx.get(f"{served.url}/server_info", timeout=ANSWER_S, trust_env=False).raise_for_status().json()
+        return [state[NAME] for state in found["internal_states"]]
+
+    started = time.monotonic()
+    took = _post(served, "/set_internal_state", {"server_args": {TOKEN: token, MODE: MODES.index(mode)}})
+    if not all(took):
+        raise RuntimeError(f"/set_internal_state: {took}: {[state['refused'] for state in states()]}")
+    while any(state["mode_desired"] != mode for state in states()):
+        if time.monotonic() - started > ANSWER_S:
+            raise RuntimeError(f"no flip to {mode} within {ANSWER_S:g} s: {states()}")
+        scored(served, "a dispatch", 2)
+    return {"seconds": round(time.monotonic() - started, 2), "route": "/set_internal_state", "took": took}
 
 
 def _look(served: Served) -> list[RankStatus]:

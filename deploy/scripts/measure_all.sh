@@ -24,6 +24,7 @@ sglang-tbo           110 equality deploy/h200x2-sglang-tbo.yaml --profile
 sglang-hybrid        160 equality deploy/h200x2-sglang.yaml --modes hybrid
 vllm-eager           110 equality deploy/h200x2-vllm-decode.yaml --modes low_latency,hybrid --set enforce-eager=true
 vllm-dbo-prefill     165 equality deploy/h200x2-vllm-dbo-prefill.yaml --modes direct,normal --profile
+sglang-route         130 equality deploy/h200x2-sglang.yaml --modes direct,normal --engine-route
 sglang-own           390 timing deploy/h200x2-sglang.yaml --baseline
 sglang-ours          220 timing deploy/h200x2-sglang.yaml
 vllm-eager-prefill   110 equality deploy/h200x2-vllm-prefill.yaml --modes direct,normal --set enforce-eager=true

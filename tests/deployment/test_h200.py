@@ -257,9 +257,9 @@ def test_measurements_go_on_where_the_last_call_ended(tmp_path: Path) -> None:
     assert told == [] and "for another call: sglang-hybrid sglang-own" in said
     said, told = call(315, "sglang-hybrid", "sglang-own")
     assert len(told) == 1 and "--modes hybrid" in told[0] and "--reference" not in told[0], said
-    said, told = call(325, "sglang")
-    assert ["h200x2-sglang-tbo" in told[0], "h200x2-sglang.yaml" in told[1]] == [True, True] and len(told) == 4, told
-    assert f"--reference {tmp_path}/results/reference-sglang.json" in told[0] and "--reference" not in told[1]
+    said, told = call(395, "sglang")
+    assert ["h200x2-sglang-tbo" in told[0], "--baseline" in told[2]] == [True, True] and len(told) == 5, told
+    assert f"--reference {tmp_path}/results/reference-sglang.json" in told[0] and "--reference" not in told[2]
     assert "for another call: vllm-ours" in call(9999)[0]
     assert "all are done" in call(9999, "sglang")[0]
     assert (tmp_path / "out" / "measured-sglang.tgz").stat().st_size

@@ -198,7 +198,8 @@ def check_versions(view: RoleView) -> Iterator[Problem]:
         if not number(first) <= number(version) < number(beyond):
             yield problem("EP313", place, f"has {engine} {version}", f"use {first} or later, below {beyond}")
         pin, torch = table(engine, version).torch, packages.get("torch")
-        exact = table(engine, version).version == version
+        # Builds for a CPU have pins of their own.
+        exact = table(engine, version).version == version and view.deployment.topology.device == "cuda"
         if exact and pin and torch and number(torch) != number(pin):
             yield problem("EP311", place, f"has torch {torch}, but {engine} {version} pins {pin}", f"install torch {pin}")
     loaded = next((packages[name] for name in NVSHMEM_PACKAGES if name in packages), None)
