@@ -26,7 +26,7 @@ from ep_backend.deployment.commands import Interrupted, down, up_detached
 from ep_backend.deployment.load import load
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.processes import free_ports
-from ep_backend.deployment.state import RunState
+from ep_backend.deployment.state import RunState, unusable
 from ep_backend.deployment.view import counters_table, make_console
 from ep_backend.reference import greedy_reference
 
@@ -56,7 +56,11 @@ def run_demo(break_combine: bool) -> bool:
     console = make_console()
     folder = Path.cwd() / ".ep" / NAME
     checkpoint = folder / "checkpoint"
-    parameters = write_checkpoint(checkpoint)
+    try:
+        parameters = write_checkpoint(checkpoint)
+    except OSError as error:
+        _say(console, f"failed: {unusable(checkpoint, error)}")
+        return False
     _say(console, f"wrote {checkpoint}: DeepseekV3ForCausalLM, {parameters / 1e6:.1f} M random parameters, seed 0")
     prompts = make_prompts()
     with _bar(console, "reference: transformers, float32, greedy", len(prompts)) as advance:

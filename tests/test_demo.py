@@ -5,7 +5,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ep_backend.demo import LONGEST, NEW_TOKENS, PROMPTS, SHORTEST, Round, deltas_of, make_prompts, verdict, write_deployment
+from ep_backend.demo import (
+    LONGEST,
+    NEW_TOKENS,
+    PROMPTS,
+    SHORTEST,
+    Round,
+    deltas_of,
+    make_prompts,
+    run_demo,
+    verdict,
+    write_deployment,
+)
 from ep_backend.deployment.agents import ModeCounters, RankStatus
 
 EXPECTED = [list(range(NEW_TOKENS))] * PROMPTS
@@ -53,3 +64,12 @@ def test_a_broken_deployment_differs_only_in_its_environment(tmp_path: Path) -> 
     good = write_deployment(tmp_path, tmp_path, "direct", "hybrid", break_combine=False).read_text()
     bad = write_deployment(tmp_path, tmp_path, "direct", "hybrid", break_combine=True).read_text()
     assert "EP_BACKEND_FAULT" not in good and bad.count("EP_BACKEND_FAULT: combine") == 2
+
+
+def test_a_file_where_the_folder_belongs_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".ep").touch()
+    assert not run_demo(break_combine=False)
+    assert f"failed: {tmp_path / '.ep'} is a file, must be a folder; move it away" in capsys.readouterr().out

@@ -95,9 +95,10 @@ def down(file: File) -> None:
 
     try:
         name = name_in(file)
+        stopped = commands.down(name)
     except DeploymentError as error:
         raise fail(error) from None
-    print(f"{name} is down" if commands.down(name) else f"{name} was not running: {commands.not_here(name)}")
+    print(f"{name} is down" if stopped else f"{name} was not running: {commands.not_here(name)}")
 
 
 @app.command()

@@ -5,17 +5,26 @@ import signal
 import subprocess
 import sys
 import time
+from io import BufferedWriter
 from pathlib import Path
 
 from rich.console import Console
 
 from ep_backend.deployment.checks import check_startable
+from ep_backend.deployment.claim import claimant, claimed, launches_in
 from ep_backend.deployment.lint import lint
 from ep_backend.deployment.lint.texts import rules
 from ep_backend.deployment.load import Loaded, load
 from ep_backend.deployment.problems import DeploymentError
-from ep_backend.deployment.processes import session_members, shared_memory_of, signals_noted, start_ticks, stop_sessions
-from ep_backend.deployment.state import RunState, read_state, remove_state, run_dir, state_file
+from ep_backend.deployment.processes import (
+    ended_as,
+    session_members,
+    shared_memory_of,
+    signals_noted,
+    start_ticks,
+    stop_sessions,
+)
+from ep_backend.deployment.state import RunState, StateUnreadable, read_state, remove_state, run_dir, state_file, unusable
 from ep_backend.deployment.supervisor import Supervisor
 from ep_backend.deployment.view import Progress
 
@@ -37,43 +46,68 @@ class Interrupted(Exception):
 def up(file: Path, console: Console) -> None:
     """Runs the deployment until ctrl-C. Raises DeploymentError before loading, InstanceFailed after."""
     loaded = load(file)
-    state = read_state(loaded.deployment.name)
-    if state is not None and state.phase != "failed":
-        lives = _supervised(state)
-        what = f"runs already (process {state.pid})" if lives else f"lost its supervisor (process {state.pid})"
-        raise DeploymentError([f"{state.name} {what}; `ep-backend down {file}` {'stops it' if lives else 'cleans up'}"])
-    if problems := check_startable(loaded.deployment):
-        raise loaded.error(problems)
-    _print_doubts(loaded, console)
-    with Progress(console) as progress:
-        Supervisor(loaded, progress.update).run()
+    name = loaded.deployment.name
+    with claimed(run_dir(name)) as mine:
+        if not mine:
+            _refuse_a_second(name, file)
+            raise DeploymentError([f"{name} is being started or stopped by another `ep-backend up`; try again"])
+        _refuse_remains(name, file)
+        if problems := check_startable(loaded.deployment):
+            raise loaded.error(problems)
+        _print_doubts(loaded, console)
+        with Progress(console) as progress:
+            Supervisor(loaded, progress.update).run()
 
 
 def up_detached(file: Path, console: Console) -> RunState:
     """Starts the deployment in the background and returns once it serves. Raises as `up` does, and Interrupted."""
     loaded = load(file)
-    deployment = loaded.deployment
+    name = loaded.deployment.name
+    _refuse_a_second(name, file)
+    _refuse_remains(name, file)
     _print_doubts(loaded, console)
-    folder = run_dir(deployment.name)
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / "up.log"
+    folder = run_dir(name)
+    # Until what is started here has the claim, up.log is another's.
+    draft = folder / f"up.{os.getpid()}.log"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        output = draft.open("wb")
+    except OSError as error:
+        raise unusable(draft, error) from None
+    try:
+        with output:
+            return _start_detached(loaded, console, output)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _start_detached(loaded: Loaded, console: Console, output: BufferedWriter) -> RunState:
+    deployment, file = loaded.deployment, loaded.file
+    draft = Path(output.name)
     noted: list[int] = []
+
+    def state_of_child() -> RunState | None:
+        state = read_state(deployment.name)
+        if state is None or state.pid != child.pid:
+            return None
+        if draft.exists():
+            draft.replace(draft.with_name("up.log"))
+        return state
+
     with signals_noted(noted.append):
-        with log.open("wb") as output:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "ep_backend", "up", str(file)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        child = subprocess.Popen(
+            [sys.executable, "-m", "ep_backend", "up", str(file)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             with Progress(console) as progress:
                 while child.poll() is None:
                     if noted:
                         raise Interrupted(deployment.name, noted[0])
-                    state = read_state(deployment.name)
-                    if state is not None and state.pid == child.pid:
+                    if state := state_of_child():
                         progress.update(state)
                         if state.phase == "ready":
                             return state
@@ -87,10 +121,27 @@ def up_detached(file: Path, console: Console) -> RunState:
                 what = f"{deployment.name} (process {child.pid}) did not stop in {limit:g} s; `ep-backend down {file}` does it"
                 raise DeploymentError([what]) from None
             raise
-    state = read_state(deployment.name)
-    if state is not None and state.pid == child.pid and state.error is not None:
+    if (state := state_of_child()) and state.error is not None:
         raise DeploymentError([state.error])
-    raise DeploymentError([log.read_text(errors="replace").strip() or f"up ended with status {child.returncode}"])
+    if child.returncode == 0:
+        raise DeploymentError([f"{deployment.name} was stopped before it served, by `ep-backend down` or a signal"])
+    said = draft.read_text(errors="replace").strip() if draft.exists() else ""
+    raise DeploymentError([said or f"{deployment.name} {ended_as(child.returncode)} before it served"])
+
+
+def _refuse_a_second(name: str, file: Path) -> None:
+    """DeploymentError if the deployment runs already."""
+    state = read_state(name)
+    pid = state.pid if state is not None and _supervised(state) else claimant(run_dir(name))
+    if pid is not None:
+        raise DeploymentError([f"{name} runs already (process {pid}); `ep-backend down {file}` stops it"])
+
+
+def _refuse_remains(name: str, file: Path) -> None:
+    """DeploymentError if the deployment's supervisor was killed: what that left must be cleaned up first."""
+    state = read_state(name)
+    if state is not None and state.phase != "failed":
+        raise DeploymentError([f"{name} lost its supervisor (process {state.pid}); `ep-backend down {file}` cleans up"])
 
 
 def _print_doubts(loaded: Loaded, console: Console) -> None:
@@ -101,15 +152,22 @@ def _print_doubts(loaded: Loaded, console: Console) -> None:
 
 
 def down(name: str) -> bool:
-    """Stops a deployment, also one whose supervisor was killed. False if none ran."""
-    state = read_state(name)
-    if state is None:
-        return False
-    leaders = [instance.pid for instance in state.instances]
-    if _supervised(state):
-        os.kill(state.pid, signal.SIGTERM)
+    """Stops a deployment, also one whose supervisor was killed, or whose state is garbage. False if none ran."""
+    folder = run_dir(name)
+    try:
+        state = read_state(name)
+    except StateUnreadable:
+        supervisor, leaders = claimant(folder), launches_in(folder)
+    else:
+        if state is None:
+            return False
+        supervisor = state.pid if _supervised(state) else None
+        leaders = {instance.pid for instance in state.instances}
+    if supervisor is not None:
+        started = start_ticks(supervisor)
+        os.kill(supervisor, signal.SIGTERM)
         deadline = time.monotonic() + 60.0
-        while _supervised(state) and time.monotonic() < deadline:
+        while start_ticks(supervisor) == started and time.monotonic() < deadline:
             time.sleep(POLL_S)
     stop_sessions(leaders, shared_memory_of(session_members(leaders)), grace_s=20.0)
     remove_state(name)

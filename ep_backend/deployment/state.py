@@ -1,13 +1,16 @@
 """What a running deployment writes about itself, and where."""
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
-from ep_backend.deployment.schema import RoleName
+from ep_backend.deployment.problems import DeploymentError
+from ep_backend.deployment.schema import NAME, PATTERNS, RoleName
+from ep_backend.deployment.spelling import in_yaml
 
 Phase = Literal["starting", "ready", "stopping", "failed"]
 
@@ -20,7 +23,7 @@ class InstanceState(BaseModel):
     log: Path
     agents: list[str] = []
     url: str | None = None
-    pid: int = 0
+    pid: PositiveInt
     started_at: float = 0.0
     ready_after_s: float | None = None
 
@@ -34,7 +37,7 @@ class RunState(BaseModel):
     model_config = ConfigDict(validate_assignment=True)
 
     name: str
-    pid: int
+    pid: PositiveInt
     start_ticks: int
     phase: Phase = "starting"
     started_at: float
@@ -49,8 +52,14 @@ class RunState(BaseModel):
         return [instance for instance in self.instances if instance.role == role]
 
 
+class StateUnreadable(DeploymentError):
+    """What lies where the state belongs is none."""
+
+
 def run_dir(name: str) -> Path:
-    """Settings, logs and state of one deployment, below the current folder."""
+    """Settings, logs and state of one deployment, below the current folder. DeploymentError if none may have that name."""
+    if not re.fullmatch(NAME, name):
+        raise DeploymentError([f"name is {in_yaml(name)}, must be {PATTERNS[NAME]}; choose such a name"])
     return Path.cwd() / ".ep" / "run" / name
 
 
@@ -69,10 +78,29 @@ def write_state(state: RunState) -> None:
 
 
 def read_state(name: str) -> RunState | None:
+    """None where there is no state. Raises StateUnreadable, or DeploymentError where the file cannot be read at all."""
+    file = state_file(name)
     try:
-        return RunState.model_validate_json(state_file(name).read_text())
+        return RunState.model_validate_json(file.read_bytes())
     except FileNotFoundError:
         return None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        what = ".".join(map(str, first["loc"])) or "it"
+        raise StateUnreadable(
+            [f"{file} is no state of a deployment ({what}: {first['msg']}); `ep-backend down FILE` cleans up"]
+        ) from None
+    except OSError as error:
+        raise unusable(file, error) from None
+
+
+def unusable(file: Path, error: OSError) -> DeploymentError:
+    """Why a file below `.ep` cannot be used, and what to do."""
+    blocking = next((parent for parent in file.parents if os.path.exists(parent) and not os.path.isdir(parent)), None)
+    if blocking is not None:
+        return DeploymentError([f"{blocking} is a file, must be a folder; move it away"])
+    fix = "do this as the user who started it" if isinstance(error, PermissionError) else "see to it"
+    return DeploymentError([f"{file} cannot be used: {error.strerror}; {fix}"])
 
 
 def remove_state(name: str) -> None:

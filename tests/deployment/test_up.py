@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from ep_backend.deployment.commands import down
+from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.processes import session_members
 from tests.deployment.conftest import Workplace
 
@@ -233,6 +235,78 @@ def test_down_cleans_up_after_a_killed_supervisor(workplace: Workplace) -> None:
     assert code == 1 and re.search(r"lost its supervisor \(process \d+\); `ep-backend down .*` cleans up", output), output
     assert workplace.run("down", str(workplace.file))[0] == 0
     assert_nothing_left(workplace, leaders)
+
+
+@pytest.mark.parametrize(("content", "killed"), [("{bad", False), ("", True), ('{"name": "of another version"}', False)])
+def test_down_cleans_up_where_the_state_is_garbage(workplace: Workplace, content: str, killed: bool) -> None:
+    child = start_foreground(workplace)
+    leaders, file = sessions(workplace), str(workplace.file)
+    state = workplace.folder / ".ep" / "run" / workplace.folder.name / "state.json"
+    if killed:
+        child.kill()
+        child.communicate(timeout=60)
+    state.write_text(content)
+    for command in (["status"], ["up"], ["up", "--detach"]):
+        code, output = workplace.run(*command, file)
+        assert code == 1 and f"{state} is no state of a deployment" in output and "down FILE` cleans up" in output, output
+        assert "Traceback" not in output
+    assert workplace.run("down", file) == (0, f"{workplace.folder.name} is down\n")
+    assert_nothing_left(workplace, leaders)
+    assert child.wait(60) == (-signal.SIGKILL if killed else 0)
+    assert not state.exists()
+
+
+def test_a_file_where_the_folder_belongs_is_told(workplace: Workplace) -> None:
+    (workplace.folder / ".ep").touch()
+    for command in (["status"], ["down"], ["up"], ["up", "--detach"]):
+        code, output = workplace.run(*command, str(workplace.file))
+        assert (code, output) == (1, f"ep-backend: {workplace.folder}/.ep is a file, must be a folder; move it away\n")
+    (workplace.folder / ".ep").unlink()
+
+
+def test_anothers_state_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def refuse(file: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(DeploymentError, match=r"state.json cannot be used: Permission denied; do this as the user who"):
+        down("theirs")
+
+
+@pytest.mark.parametrize("command", ["status", "down"])
+def test_a_name_that_leads_elsewhere_is_refused(workplace: Workplace, command: str) -> None:
+    text = workplace.file.read_text()
+    workplace.file.write_text(text.replace(f"name: {workplace.folder.name}", "name: ../../evil"))
+    code, output = workplace.run(command, str(workplace.file))
+    assert code == 1 and "name is ../../evil, must be 1 to 63 of a-z" in output, output
+    workplace.file.write_text(text)
+
+
+def test_a_second_up_leaves_the_log_of_the_first(workplace: Workplace) -> None:
+    file = str(workplace.file)
+    both = [workplace.start("up", file, "--detach") for _ in range(2)]
+    ended = sorted((child.communicate(timeout=120)[0], child.returncode) for child in both)
+    assert sorted(code for _, code in ended) == [0, 1], ended
+    assert re.search(r"runs already \(process \d+\)|is being started", next(out for out, code in ended if code)), ended
+    log = workplace.folder / ".ep" / "run" / workplace.folder.name / "up.log"
+    before = log.read_text()
+    assert "is ready at" in before
+    code, output = workplace.run("up", file, "--detach")
+    assert code == 1 and "runs already" in output
+    assert log.read_text() == before
+    assert [each.name for each in log.parent.glob("up*")] == ["up.log"]
+
+
+def test_an_up_that_was_stopped_says_so(workplace: Workplace) -> None:
+    child = workplace.start("up", str(workplace.file), "--detach", FAKE_LOADS_S="60")
+    state = workplace.folder / ".ep" / "run" / workplace.folder.name / "state.json"
+    wait_until(lambda: state.exists() and len(instances(workplace)) == 2)
+    assert workplace.run("down", str(workplace.file))[0] == 0
+    output, _ = child.communicate(timeout=60)
+    assert child.returncode == 1
+    assert f"{workplace.folder.name} was stopped before it served, by `ep-backend down` or a signal" in output
 
 
 def test_a_port_in_use_is_told_before_loading(workplace: Workplace) -> None:
