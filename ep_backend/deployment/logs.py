@@ -10,10 +10,10 @@ _ERROR = re.compile(
     r"^[\w.]*(Error|Exception|Mismatch|Timeout)\b\S*: \S|^(Segmentation fault|Fatal|error:)|: error: "
     r"|\bdied (unexpectedly|with exit code)"
 )
+# Pydantic's errors go on with two lines each: the key at the margin, then the rule with the value; and with an address.
+_PYDANTIC, _ADDRESS = re.compile(r"Error: (\d+) validation errors? for "), "For further information visit "
 TAIL_BYTES = 200_000
-
-
-CONTINUATION_LINES = 2
+CONTINUATION_LINES, MOST_CONTINUATION_LINES = 2, 4
 
 
 def last_line(log: Path) -> str:
@@ -22,14 +22,16 @@ def last_line(log: Path) -> str:
 
 
 def last_errors(log: Path, limit: int = 6) -> list[str]:
-    """The distinct error lines at the end of a log, each with the indented lines after it; else its last lines."""
-    lines = _tail(log)
+    """The distinct error lines at the end of a log, each with the lines after it that belong to it; else its last lines."""
+    lines = [line for line in _tail(log) if not line.lstrip().startswith(_ADDRESS)]
     errors: dict[str, None] = {}
-    follow = 0
+    follow, at_margin = 0, False
     for line in lines:
-        if _ERROR.search(line):
-            follow = CONTINUATION_LINES
-        elif follow and line.startswith("  "):
+        if found := _PYDANTIC.search(line):
+            follow, at_margin = min(CONTINUATION_LINES * int(found[1]), MOST_CONTINUATION_LINES), True
+        elif _ERROR.search(line):
+            follow, at_margin = CONTINUATION_LINES, False
+        elif follow and (at_margin or line.startswith("  ")):
             follow -= 1
         else:
             follow = 0

@@ -46,8 +46,13 @@ class InstanceFailed(Exception):
     """An instance ended or did not come up; the message names its log and the last error lines in it."""
 
     def __init__(self, instance: InstanceState, what: str) -> None:
-        lines = "".join(f"\n    {line}" for line in last_errors(instance.log))
-        super().__init__(f"{instance.name} {what}; its log {instance.log} ends with:{lines}")
+        super().__init__(what)
+        self.instance = instance
+        self.lines = last_errors(instance.log)
+
+    def __str__(self) -> str:
+        lines = "".join(f"\n    {line}" for line in self.lines)
+        return f"{self.instance.name} {self.args[0]}; its log {self.instance.log} ends with:{lines}"
 
 
 class Stopped(Exception):
@@ -152,6 +157,7 @@ class Supervisor:
                 try:
                     self._relaunch(role, deployment)
                 except InstanceFailed as failure:
+                    self._keep_logs(role)
                     self._relaunch(role, before)
                     done.set_exception(RestartFailed(f"{failure}\n{role} runs with its old settings again"))
                 else:
@@ -189,6 +195,12 @@ class Supervisor:
         self.children = [child for child in self.children if child.pid not in pids]
         self.state.instances = [instance for instance in self.state.instances if instance.pid not in pids]
         self.ranks = {pid: (leader, rank) for pid, (leader, rank) in self.ranks.items() if leader not in pids}
+
+    def _keep_logs(self, role: RoleName) -> None:
+        """The next start of these instances writes to other files; what these say is evidence."""
+        for instance in self.state.instances:
+            if instance.role in (role, None):
+                instance.log = instance.log.replace(instance.log.with_suffix(".failed.log"))
 
     def _launch(self, instances: list[Instance]) -> None:
         for instance in instances:

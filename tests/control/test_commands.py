@@ -69,6 +69,8 @@ def test_a_restart_that_fails_brings_the_old_settings_back(workplace: Workplace)
     edit(workplace, "mode: low_latency, max_tokens: 256}", "mode: low_latency, max_tokens: 512}\n    env: {FAKE_DIES: decode}")
     code, output = workplace.run("flip", file, "--restart")
     assert code == 1 and "ValueError: the weights are not there" in output and "runs with its old settings again" in output
+    log = workplace.folder / ".ep" / "run" / workplace.folder.name / "decode.failed.log"
+    assert f"its log {log} ends with" in output and "ValueError: the weights are not there" in log.read_text()
     now = status(workplace)
     assert now["phase"] == "ready"
     assert {change["place"] for change in now["drift"]} == {"roles.decode.ep.max_tokens", "roles.decode.env.FAKE_DIES"}
