@@ -5,45 +5,45 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, SecretStr, ValidationError, model_validator
+from pydantic import Field, Secret, ValidationError, model_validator
 
+from ep_backend.config import TIMEOUT_S
 from ep_backend.errors import did_you_mean
 from ep_backend.modes import Family, Layout, Mode
 from ep_backend.policy import AUTO, Role, Wish, check_wish, modes_of
+from ep_backend.values import Host, Key, Name, Port, Positive, Seconds, Strict, Tokens
 
 SETTINGS_VARIABLE = "EP_BACKEND_SETTINGS"
 
 
-class Settings(BaseModel):
+class Settings(Strict):
     """Settings of one engine instance; the defaults let the engine's flag work alone."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    deployment: str = "default"
+    deployment: Name = "default"
     role: Role | None = None
     """None: from the engine's own configuration (vLLM: kv_role; SGLang: --disaggregation-mode)."""
     mode: Wish = AUTO
-    max_tokens: dict[Mode, PositiveInt] = {}
+    max_tokens: dict[Mode, Tokens] = Field(default={})
     """Most tokens a rank dispatches in one call, by mode. Absent: the engine's own limit, for the mode in use."""
     lanes: Literal[1, 2] | None = None
     """None: 2 if the engine runs two micro-batches, else 1."""
-    timeout_s: PositiveFloat = 60.0
-    gpus_per_node: PositiveInt | None = None
+    timeout_s: Seconds = TIMEOUT_S
+    gpus_per_node: Positive | None = None
     """Ranks of one scale-up domain; None: found out. Smaller than the host makes virtual nodes."""
     fp8: bool = True
     """Rows travel as FP8 where the experts take FP8 with 128-wide scales; otherwise as bf16."""
     layout: Layout | None = None
     """How rows reach the experts of vLLM's decode family; None: masked where vLLM has fast experts for that, else compact."""
-    sms: PositiveInt | None = None
+    sms: Positive | None = None
     """Most SMs a kernel uses; None: the mode's default."""
-    estimates: dict[Mode, PositiveFloat] = {}
+    estimates: dict[Mode, Seconds] = Field(default={})
     """Seconds a layer by mode, as planned: across nodes auto takes the least. Absent: the mode with fewer copies."""
-    agent_host: str = "127.0.0.1"
-    agent_port: PositiveInt | None = None
+    agent_host: Host = "127.0.0.1"
+    agent_port: Port | None = None
     """Rank r's agent listens at this port plus r; None: no agent."""
-    agent_key: SecretStr | None = None
+    agent_key: Secret[Key] | None = None
 
     @model_validator(mode="after")
     def _modes_fit_the_role(self) -> Self:
@@ -66,11 +66,32 @@ def load_settings() -> Settings:
     if not path:
         return Settings()
     try:
-        return Settings.model_validate_json(Path(path).read_text())
+        text = Path(path).read_text(encoding="utf-8")
+        settings = Settings.model_validate_json(text, strict=True)
+        json.loads(text, object_pairs_hook=_each_once)
     except OSError as e:
         raise ValueError(f"{SETTINGS_VARIABLE}={path} cannot be read: {e.strerror}") from None
+    except UnicodeDecodeError as e:
+        what = f"byte {e.object[e.start]:#04x} at position {e.start}"
+        raise ValueError(f"{SETTINGS_VARIABLE}={path} is not UTF-8 text: {what}; save it as UTF-8") from None
+    except _GivenTwice as e:
+        raise ValueError(f"{SETTINGS_VARIABLE}={path}: {e} is given twice; keep one") from None
     except ValidationError as e:
         raise ValueError(f"{SETTINGS_VARIABLE}={path}: {_told(e)}") from None
+    return settings
+
+
+class _GivenTwice(Exception):
+    """A key of a JSON object, of which parsers keep only the last value."""
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _GivenTwice(key)
+        found[key] = value
+    return found
 
 
 def _told(error: ValidationError) -> str:
@@ -80,7 +101,7 @@ def _told(error: ValidationError) -> str:
     choices = {"mode": [AUTO, *modes], "role": [role.value for role in Role], "layout": [each.value for each in Layout]}
     for fault in error.errors(include_url=False):
         key, *below = [str(part) for part in fault["loc"]] or [""]
-        value = json.dumps(fault["input"], default=str)
+        value = "***" if key == "agent_key" else json.dumps(fault["input"], default=str)
         if not key:
             told[key] = fault["msg"].removeprefix("Value error, ")
         elif fault["type"] == "extra_forbidden":

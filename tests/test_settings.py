@@ -55,11 +55,23 @@ def test_a_whole_file(load):
         ({"mode": "pplx"}, 'mode: "pplx" must be one of auto, normal, .*; write one of them$'),
         ({"mode": "lowlatency"}, 'mode: "lowlatency" must be one of .*; did you mean `low_latency`\\?$'),
         ({"max_tokens": {"hybird": 64}}, 'max_tokens: "hybird" must be one of .*; did you mean `hybrid`\\?$'),
-        ({"max_tokens": {"hybrid": 0}}, "max_tokens.hybrid: 0: Input should be greater than 0$"),
+        ({"max_tokens": {"hybrid": 0}}, "max_tokens.hybrid: 0: Input should be greater than or equal to 1$"),
         ({"layout": "rows"}, 'layout: "rows" must be one of compact, masked; write one of them$'),
         ({"layout": "maskd"}, 'layout: "maskd" must be one of compact, masked; did you mean `masked`\\?$'),
         ({"role": "decoder"}, 'role: "decoder" must be one of prefill, decode, unified; did you mean `decode`\\?$'),
         ({"lanes": 3}, "lanes: 3: Input should be 1 or 2$"),
+        ({"lanes": True}, "lanes: true: Input should be a valid integer$"),
+        ({"timeout_s": float("inf")}, "timeout_s: Infinity: Input should be a finite number$"),
+        ({"timeout_s": 1e300}, "timeout_s: 1e\\+300: Input should be less than or equal to 1000000000$"),
+        ({"timeout_s": "60"}, 'timeout_s: "60": Input should be a valid number$'),
+        ({"agent_port": True}, "agent_port: true: Input should be a valid integer$"),
+        ({"agent_port": 70000}, "agent_port: 70000: Input should be less than or equal to 65535$"),
+        ({"max_tokens": {"direct": True}}, "max_tokens.direct: true: Input should be a valid integer$"),
+        ({"max_tokens": {"direct": 10**21}}, "max_tokens.direct: 10{21}: Input should be less than or equal to 16777215$"),
+        ({"gpus_per_node": 10**13}, "gpus_per_node: 10{13}: Input should be less than or equal to 2147483647$"),
+        ({"agent_key": "schlüssel"}, "agent_key: \\*\\*\\*: String should match pattern .*"),
+        ({"agent_key": "a\nb"}, "agent_key: \\*\\*\\*: String should match pattern .*"),
+        ({"agent_host": "a b"}, 'agent_host: "a b": String should match pattern .*'),
         ({"lanes": 3, "mode": 7}, "mode: 7 must be one of .*; lanes: 3: Input should be 1 or 2$"),
         ({"role": "prefill", "mode": "low_latency"}, "mode low_latency does not serve role prefill; use .*auto"),
         ({"role": "decode", "max_tokens": {"direct": 64}}, "mode direct does not serve role decode"),
@@ -74,6 +86,22 @@ def test_wrong_content_names_file_and_fix(load, content, message):
 def test_a_missing_file_is_named(monkeypatch):
     monkeypatch.setenv(SETTINGS_VARIABLE, "/nowhere/settings.json")
     with pytest.raises(ValueError, match=r"/nowhere/settings.json cannot be read: No such file"):
+        load_settings()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"sms": 8, "sms": 16}', "sms is given twice; keep one"),
+        (b'{"max_tokens": {"direct": 8, "direct": 9}}', "direct is given twice; keep one"),
+        (b'{"deployment": "\xff"}', "is not UTF-8 text: byte 0xff at position 16; save it as UTF-8"),
+    ],
+)
+def test_what_a_parser_would_take_or_trip_over_is_told(tmp_path, monkeypatch, content, message):
+    path = tmp_path / "settings.json"
+    path.write_bytes(content)
+    monkeypatch.setenv(SETTINGS_VARIABLE, str(path))
+    with pytest.raises(ValueError, match=f"{SETTINGS_VARIABLE}={path}:? {message}$"):
         load_settings()
 
 

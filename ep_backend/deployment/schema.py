@@ -6,48 +6,42 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     JsonValue,
-    ValidationInfo,
     WithJsonSchema,
     field_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from ep_backend.config import TIMEOUT_S
 from ep_backend.deployment.presets import models, topologies
 from ep_backend.modes import MODES, Family, Mode
 from ep_backend.plan.calibration import calibrations
+from ep_backend.values import HOST, KEY, MOST, NAME, Host, Key, Name, Port, Positive, Rate, Seconds, Strict, Tokens
 
 ModeName = Literal["auto", "normal", "direct", "low_latency", "hybrid"]
 RoleName = Literal["prefill", "decode", "unified"]
 Engine = Literal["vllm", "sglang"]
 TargetKind = Literal["local", "shell", "slurm", "lws", "disaggregatedset"]
-NAME, ENV_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$", r"^[A-Za-z_][A-Za-z0-9_]*$"
-HOST, HCA = r"^[A-Za-z0-9._:%-]+$", r"^[A-Za-z0-9_.-]+(:[1-9][0-9]*)?$"
+ENV_NAME, HCA = r"^[A-Za-z_][A-Za-z0-9_]*$", r"^[A-Za-z0-9_.-]+(:[1-9][0-9]*)?$"
 MOUNT, NAMESPACE = r"^/.*[^/]$", r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
 PATTERNS = {
     NAME: "1 to 63 of a-z, 0-9, `.`, `_` and `-`, the first a letter or digit",
     ENV_NAME: "letters, digits and `_`, the first no digit",
     HOST: "a host name or an address",
+    KEY: "printable ASCII characters, with no space at the ends",
     HCA: "a device such as mlx5_0, or mlx5_0:1 with its port",
     MOUNT: "a path that begins with `/` and does not end with it",
     NAMESPACE: "1 to 63 of a-z, 0-9 and `-`, the first and last a letter or digit",
 }
 """What texts of these forms are, in words."""
-Name = Annotated[str, Field(pattern=NAME)]
 EnvName = Annotated[str, Field(pattern=ENV_NAME)]
-Host = Annotated[str, Field(pattern=HOST)]
-Port = Annotated[int, Field(ge=1, le=65535)]
-Positive = Annotated[int, Field(ge=1)]
-Rate = Annotated[float, Field(gt=0)]
 Hca = Annotated[str, Field(pattern=HCA, examples=["mlx5_0:1"])]
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 LEAST_BYTES = 1 << 20  # a smaller number lacks its unit
@@ -100,22 +94,6 @@ class Named:
 TopologyPreset = Annotated[str, Named("topology", topologies)]
 ModelPreset = Annotated[str, Named("model", models)]
 CalibrationName = Annotated[str, Named("calibration", calibrations)]
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _true_is_no_number(cls, value: object, info: ValidationInfo) -> object:
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        kinds = {getattr(part, "__origin__", part) for part in (annotation, *get_args(annotation))}
-        if isinstance(value, bool) and bool not in kinds:
-            if float in kinds:
-                raise PydanticKnownError("float_type")
-            if int in kinds or any(type(kind) is int for kind in kinds):
-                raise PydanticKnownError("int_type")
-        return value
 
 
 class Nic(Strict):
@@ -181,7 +159,7 @@ class Ep(Strict):
     """One role's expert-parallel backend."""
 
     mode: ModeName = "auto"
-    max_tokens: Positive | None = Field(default=None, description="rows a rank may dispatch; default: the batch limit")
+    max_tokens: Tokens | None = Field(default=None, description="rows a rank may dispatch; default: the batch limit")
     sms: Positive | None = Field(default=None, description="SMs that a kernel may use; default: the mode's own choice")
     overlap: Literal["none", "dbo", "tbo"] = Field(default="none", description="two micro-batches: dbo in vLLM, tbo in SGLang")
     fp8: bool = False
@@ -189,9 +167,9 @@ class Ep(Strict):
         default=None, description="of the rows that vLLM's decode modes give its experts; default: by the experts it has"
     )
     lanes: Literal[1, 2] = 1
-    redundant_experts: int = Field(default=0, ge=0, description="replicas that the load balancer may place")
+    redundant_experts: int = Field(default=0, ge=0, le=MOST, description="replicas that the load balancer may place")
     gpus_per_node: Positive | None = Field(default=None, description="default: the topology's")
-    timeout_s: float = Field(default=60.0, gt=0)
+    timeout_s: Seconds = TIMEOUT_S
 
 
 class Image(Strict):
@@ -207,7 +185,7 @@ class Role(Strict):
     data_parallel: Positive
     ep: Ep = Ep()
     args: dict[str, JsonValue] = Field(default={}, description="further flags of the engine, spelled as it spells them")
-    env: dict[EnvName, str] = {}
+    env: dict[EnvName, str] = Field(default={})
     image: Image | None = Field(default=None, description="default: the target's")
 
     @field_validator("args")
@@ -299,8 +277,8 @@ class Control(Strict):
 
     host: Host = "127.0.0.1"
     port: Port | None = Field(default=None, description="of the service; default: a free one, which `status` names")
-    key: str | None = Field(default=None, min_length=1, description="needed where others can reach the host")
-    flip_timeout_s: float = Field(default=30.0, gt=0, description="how long a change of mode may take before it is abandoned")
+    key: Key | None = Field(default=None, description="needed where others can reach the host")
+    flip_timeout_s: Seconds = Field(default=30.0, description="how long a change of mode may take before it is abandoned")
 
 
 RENDERED_MOUNTS = ("/dev/shm", "/etc/ep-backend")
@@ -324,7 +302,7 @@ class Pod(Strict):
     shm: Bytes | None = Field(default=None, description="size of /dev/shm")
     memory: Bytes | None = Field(default=None, description="limit of a container's memory, /dev/shm included")
     rdma: dict[str, Positive] = Field(default={}, description="RDMA resources a node, for example {rdma/ib: 8}")
-    capabilities: list[str] = []
+    capabilities: list[str] = Field(default=[])
     host_network: bool = False
     volumes: list[Volume] = Field(
         default=[], description="a model's path below none of them is mounted from the folder of that name of each node"
@@ -348,9 +326,9 @@ class Target(Strict):
     image: Image = Image()
     pod: Pod = Pod()
     namespaces: bool = Field(default=False, description="local: a role's launches in network namespaces, as nodes; needs root")
-    start_timeout_s: float = Field(default=600.0, gt=0)
-    stop_timeout_s: float = Field(default=20.0, gt=0)
-    drain_timeout_s: float = Field(default=300.0, gt=0, description="how long a restart waits for requests under way")
+    start_timeout_s: Seconds = 600.0
+    stop_timeout_s: Seconds = 20.0
+    drain_timeout_s: Seconds = Field(default=300.0, description="how long a restart waits for requests under way")
 
 
 class Deployment(Strict):

@@ -9,8 +9,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from ep_backend.deployment.problems import DeploymentError
-from ep_backend.deployment.schema import NAME, PATTERNS, RoleName
+from ep_backend.deployment.schema import PATTERNS, RoleName
 from ep_backend.deployment.spelling import in_yaml
+from ep_backend.values import NAME
 
 Phase = Literal["starting", "ready", "stopping", "failed"]
 

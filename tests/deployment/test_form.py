@@ -103,6 +103,17 @@ def one(file: Path) -> str:
             "{device: cuda, nic: {gbs: 46, devices: [mlx5 0]}}",
             "is mlx5 0, must be a device such as mlx5_0, or mlx5_0:1 with its port",
         ),
+        (
+            "{mode: direct, max_tokens: 1024}",
+            "{mode: direct, max_tokens: 1000000000000000000000}",
+            "max_tokens: is 1000000000000000000000, must be at most 16777215; write 16777215 or less",
+        ),
+        (
+            "{mode: direct, max_tokens: 1024}",
+            "{mode: direct, max_tokens: 1024, timeout_s: 1e+300}",
+            "timeout_s: is 1e+300, must be at most 1e+09; write 1e+09 or less",
+        ),
+        ("router: {", "control: {key: schlüssel}\nrouter: {", "must be printable ASCII characters, with no space at the ends"),
         ("  decode:", "  decod:", "9:3: roles.decod: unknown key; did you mean `decode`? [EP002]"),
     ],
 )

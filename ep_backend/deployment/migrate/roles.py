@@ -9,7 +9,8 @@ from pydantic import JsonValue
 from ep_backend.deployment.flags import EXTRA, LEASE, NIXL, further_transfer
 from ep_backend.deployment.migrate.launches import Engine, Launch, spelt
 from ep_backend.deployment.migrate.notes import Kind, Note, Unmovable
-from ep_backend.deployment.schema import HOST, ModeName, RoleName
+from ep_backend.deployment.schema import ModeName, RoleName
+from ep_backend.values import HOST
 
 # Their values are where something runs, which is decided where it is started.
 PLACES = {

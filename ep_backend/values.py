@@ -1,0 +1,42 @@
+"""Values that a deployment file and an engine's settings take alike."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticKnownError
+
+from ep_backend.config import MAX_TIMEOUT_S
+from ep_backend.layout import COUNT_MASK
+
+NAME, HOST = r"^[a-z0-9][a-z0-9._-]{0,62}$", r"^[A-Za-z0-9._:%-]+$"
+KEY = r"^[!-~]([ -~]*[!-~])?$"  # as a header of HTTP carries it
+MOST = (1 << 31) - 1
+
+Name = Annotated[str, Field(pattern=NAME)]
+Host = Annotated[str, Field(pattern=HOST)]
+Key = Annotated[str, Field(min_length=1, pattern=KEY)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+Tokens = Annotated[int, Field(ge=1, le=COUNT_MASK)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: object, info: ValidationInfo) -> object:
+        annotation: Any = cls.model_fields[info.field_name or ""].annotation
+        parts = (annotation, *get_args(annotation))
+        kinds = {getattr(part, "__origin__", part) for part in parts}
+        choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
+        if isinstance(value, bool) and bool not in kinds:
+            if float in kinds:
+                raise PydanticKnownError("float_type")
+            if int in kinds or any(type(choice) is int for choice in choices):
+                raise PydanticKnownError("int_type")
+        return value
