@@ -146,6 +146,9 @@ def flip(
             applied = control.apply(wanted, file.read_text(encoding="utf-8"), dry_run=dry_run, restart=restart)
     except (DeploymentError, commands.NotRunning, ControlFailed) as error:
         raise fail(error) from None
+    except KeyboardInterrupt:
+        fail(RuntimeError(f"no longer waiting; what was asked for goes on, and `ep-backend status {file}` follows it"))
+        raise typer.Exit(130) from None
     print_applied(applied)
 
 

@@ -1,14 +1,16 @@
 """The command line's side of the control service."""
 
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+from pydantic import BaseModel
 
-from ep_backend.control.models import Applied, DeploymentStatus
+from ep_backend.control.models import Answer, Applied, DeploymentStatus
 from ep_backend.deployment.schema import Deployment
 from ep_backend.deployment.state import RunState
 
+Model = TypeVar("Model", bound=BaseModel)
 MARGIN_S = 60.0  # on top of what the service itself may wait
 
 
@@ -31,7 +33,7 @@ class ControlClient:
         self._http.close()
 
     def status(self) -> DeploymentStatus:
-        return DeploymentStatus.model_validate(self._ask("GET", "/v1/status"))
+        return self._ask(DeploymentStatus, "GET", "/v1/status")
 
     def apply(self, wanted: Deployment, text: str, *, dry_run: bool, restart: bool) -> Applied:
         """Make the deployment what a file's text says; ``wanted`` bounds the wait."""
@@ -39,7 +41,8 @@ class ControlClient:
         limit = MARGIN_S + roles * wanted.control.flip_timeout_s
         # A restart that fails is undone by another one, and so is a capture of graphs.
         limit += 2 * roles * (target.drain_timeout_s + target.stop_timeout_s + target.start_timeout_s)
-        answer = self._ask(
+        return self._ask(
+            Applied,
             "POST",
             "/v1/deployment",
             params={"dry_run": dry_run, "restart": restart},
@@ -47,21 +50,24 @@ class ControlClient:
             headers={"Content-Type": "application/yaml"},
             timeout=limit,
         )
-        return Applied.model_validate(answer)
 
     def ask(self, prompt: str, max_tokens: int) -> str:
         body = {"prompt": prompt, "max_tokens": max_tokens}
-        return str(self._ask("POST", "/v1/ask", json=body, timeout=300.0 + MARGIN_S)["answer"])
+        return self._ask(Answer, "POST", "/v1/ask", json=body, timeout=300.0 + MARGIN_S).answer
 
-    def _ask(self, method: str, route: str, **options: Any) -> Any:
+    def _ask(self, kind: type[Model], method: str, route: str, **options: Any) -> Model:
         try:
             response = self._http.request(method, route, **options)
         except httpx.HTTPError as error:
             raise ControlFailed(f"the control service at {self._url} does not answer: {error}") from None
-        if response.is_success:
-            return response.json()
         try:
-            detail = response.json()["detail"]
+            if response.is_success:
+                return kind.model_validate(response.json())
+            detail = str(response.json()["detail"])
         except (ValueError, KeyError, TypeError):
-            detail = response.text
-        raise ControlFailed(str(detail))
+            form = response.headers.get("content-type", "no content type")
+            raise ControlFailed(
+                f"what answers at {self._url} is no control service of this version (status {response.status_code}, {form}); "
+                "end it, or start the deployment anew"
+            ) from None
+        raise ControlFailed(detail)

@@ -21,7 +21,7 @@ from ep_backend.deployment.agents import TIMEOUT_S, RankStatus
 from ep_backend.deployment.load import Loaded, load
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.schema import Deployment, ModeName, RoleName, serves_both_families
-from ep_backend.deployment.state import RunState
+from ep_backend.deployment.state import InstanceState, RunState
 from ep_backend.errors import did_you_mean
 
 POLL_S = 0.05
@@ -231,7 +231,7 @@ class Controller:
 
     async def _role_status(self, role: RoleName) -> RoleStatus:
         statuses = await self._ranks(role).statuses()
-        if (waited := max((i.starting_s or 0.0 for i in self._state().of(role)), default=0.0)) > 0:
+        if (waited := _starting_s(self._state().of(role))) > 0:
             # Nobody listens yet; what the system says of that would read like a fault.
             statuses = [s.model_copy(update={"error": f"starting for {waited:.0f} s"}) if s.error else s for s in statuses]
         desired, engine = self._desired(role), dict(self.running.roles.items())[role].engine
@@ -258,6 +258,9 @@ class Controller:
     async def _only_change(self) -> AsyncIterator[None]:
         if self._change.locked():
             raise Busy(f"another change of {self.running.name} is under way; wait for it, or look at its status")
+        state = self._state()
+        if state.phase == "starting":
+            raise Busy(f"{state.name} is starting for {_starting_s(state.instances):.0f} s; try again once it serves")
         async with self._change:
             yield
 
@@ -288,6 +291,11 @@ class _Proposal:
         now = status.modes[self.mode].combines if self.mode in status.modes else 0
         before = self.done.setdefault(status.rank, now)
         return self.mode in (status.mode_executed, "auto") or now > before
+
+
+def _starting_s(instances: list[InstanceState]) -> float:
+    """For how long those that do not serve yet have been starting."""
+    return max((instance.starting_s or 0.0 for instance in instances), default=0.0)
 
 
 def _hindrance(status: RankStatus, mode: ModeName) -> str:

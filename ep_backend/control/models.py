@@ -77,6 +77,10 @@ class Applied(BaseModel):
     restarted: list[RoleName] = []
 
 
+class Answer(BaseModel):
+    answer: str
+
+
 class AuditEntry(BaseModel):
     time: str
     client: str

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from ep_backend.agent import SILENT_S
-from ep_backend.deployment.agents import TIMEOUT_S, RankStatus
+from ep_backend.deployment.agents import TIMEOUT_S, RankStatus, status_in
 from ep_backend.deployment.schema import RoleName
 
 
@@ -81,8 +81,7 @@ class Ranks:
     async def _status(self, agent: str) -> RankStatus:
         try:
             response = await self._http.get(f"{agent}/status", headers=self._headers)
-            response.raise_for_status()
-            return RankStatus.model_validate({**response.json(), "agent": agent})
+            return status_in(response, agent)
         except (httpx.HTTPError, ValueError) as error:
             return RankStatus(agent=agent, role=self.role, error=_reason(error))
 

@@ -13,13 +13,14 @@ from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 from ep_backend.control.audit import Audit
 from ep_backend.control.controller import Busy, Controller, NeedsRestart, NotAllowed, Restart, RestartFailed
 from ep_backend.control.metrics import Control, Ranks, exposition
-from ep_backend.control.models import Applied, AuditEntry, DeploymentStatus, FlipResult
+from ep_backend.control.models import Answer, Applied, AuditEntry, DeploymentStatus, FlipResult
 from ep_backend.control.ranks import RankFailed
 from ep_backend.deployment.client import chat
 from ep_backend.deployment.load import Loaded
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.state import RunState
 from ep_backend.serving import Background, is_loopback, needs_key, require_key
+from ep_backend.values import Tokens
 
 PAGE = Path(__file__).with_name("page.html")
 # The page is one file and asks this service only.
@@ -87,9 +88,9 @@ def make_app(controller: Controller, state: Callable[[], RunState], audit: Audit
             return await controller.apply(text, dry_run, restart)
 
     @api.post("/v1/ask")
-    def ask(prompt: Annotated[str, Body()], max_tokens: Annotated[int, Body(ge=1)] = 32) -> dict[str, str]:
+    def ask(prompt: Annotated[str, Body()], max_tokens: Annotated[Tokens, Body()] = 32) -> Answer:
         """Send one prompt through the deployment, as a client would."""
-        return {"answer": chat(state(), prompt, max_tokens)}
+        return Answer(answer=chat(state(), prompt, max_tokens))
 
     @api.get("/v1/audit")
     def entries() -> list[AuditEntry]:

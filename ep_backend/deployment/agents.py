@@ -98,6 +98,17 @@ def rank_statuses(instance: InstanceState, key: str | None) -> list[RankStatus]:
     return [_ask(agent, instance, key) for agent in instance.agents]
 
 
+def status_in(response: httpx.Response, agent: str) -> RankStatus:
+    """A rank's answer. HTTPError; ValueError if it is none."""
+    if not response.is_success:  # httpx's own words have two lines
+        said = f"{agent} answers with status {response.status_code}"
+        raise httpx.HTTPStatusError(said, request=response.request, response=response)
+    try:
+        return RankStatus.model_validate({**response.json(), "agent": agent})
+    except (ValueError, TypeError):
+        raise ValueError(f"what answers at {agent} is no agent of a rank of this version") from None
+
+
 def all_statuses(state: RunState) -> list[RankStatus]:
     return [status for instance in state.instances for status in rank_statuses(instance, state.key)]
 
@@ -106,7 +117,6 @@ def _ask(agent: str, instance: InstanceState, key: str | None) -> RankStatus:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         response = httpx.get(f"{agent}/status", headers=headers, timeout=TIMEOUT_S)
-        response.raise_for_status()
-        return RankStatus.model_validate({**response.json(), "agent": agent})
+        return status_in(response, agent)
     except (httpx.HTTPError, ValueError) as error:
         return RankStatus(agent=agent, role=instance.role, error=f"{type(error).__name__}: {error}")

@@ -9,6 +9,7 @@ import httpx
 from ep_backend.deployment.state import RunState
 
 TIMEOUT_S = 300.0
+LONGEST = 200
 
 
 def chat(state: RunState, prompt: str, max_tokens: int) -> str:
@@ -41,7 +42,10 @@ def stream(state: RunState, prompt: str, tokens: int) -> Iterator[int]:
 def _post(state: RunState, route: str, body: dict[str, Any]) -> dict[str, Any]:
     response = httpx.post(f"{state.url}{route}", json=_greedy(state, body), timeout=TIMEOUT_S)
     _raise_for_status(response)
-    choice: dict[str, Any] = response.json()["choices"][0]
+    try:
+        choice: dict[str, Any] = response.json()["choices"][0]
+    except (ValueError, LookupError, TypeError):
+        raise httpx.RemoteProtocolError(f"what answers at {state.url} is no engine: {_beginning(response.text)}") from None
     return choice
 
 
@@ -60,4 +64,9 @@ def _reason(response: httpx.Response) -> str:
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return response.text.strip() or response.reason_phrase
+        return _beginning(response.text) or response.reason_phrase
+
+
+def _beginning(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."

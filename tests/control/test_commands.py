@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
+from ep_backend.control.client import ControlClient, ControlFailed
+from ep_backend.deployment.agents import rank_statuses
+from ep_backend.deployment.client import chat
+from ep_backend.deployment.load import load
+from ep_backend.deployment.processes import start_ticks
+from ep_backend.deployment.state import InstanceState, RunState
 from tests.deployment.conftest import Workplace
 from tests.deployment.conftest import workplace as workplace
 from tests.deployment.conftest import write_file as write_file
@@ -74,6 +85,84 @@ def test_a_restart_that_fails_brings_the_old_settings_back(workplace: Workplace)
     now = status(workplace)
     assert now["phase"] == "ready"
     assert {change["place"] for change in now["drift"]} == {"roles.decode.ep.max_tokens", "roles.decode.env.FAKE_DIES"}
+
+
+def test_an_interrupted_flip_says_what_goes_on(workplace: Workplace) -> None:
+    file = str(workplace.file)
+    assert workplace.run("up", file, "--detach")[0] == 0
+    before = pids(workplace)["decode"]
+    edit(workplace, "max_tokens: 256}", "max_tokens: 512}\n    env: {FAKE_LOADS_S: '8'}")
+    child = workplace.start("flip", file, "--restart")
+    while workplace.state()["phase"] == "ready":
+        time.sleep(0.05)
+    code, output = workplace.run("flip", file)
+    assert code == 1 and re.search(r"is starting for \d+ s; try again|another change of .* is under way", output), output
+    child.send_signal(signal.SIGINT)
+    output, _ = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert f"what was asked for goes on, and `ep-backend status {file}` follows it" in output
+    while workplace.state()["phase"] != "ready":
+        time.sleep(0.05)
+    assert pids(workplace)["decode"] != before
+
+
+def test_a_flip_during_a_start_says_that_it_starts(workplace: Workplace) -> None:
+    child = workplace.start("up", str(workplace.file), FAKE_LOADS_S="60")
+    state = workplace.folder / ".ep" / "run" / workplace.folder.name / "state.json"
+    while not state.exists() or len(workplace.state()["instances"]) < 2:
+        time.sleep(0.05)
+    edit(workplace, "mode: direct", "mode: normal")
+    code, output = workplace.run("flip", str(workplace.file))
+    assert code == 1
+    assert re.search(rf"^ep-backend: {workplace.folder.name} is starting for \d+ s; try again once it serves$", output), output
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("status_code", "form", "body"),
+    [(200, "text/html", "<html>\nhello\n</html>"), (404, "text/html", "<html>\nno\n</html>"), (200, "application/json", "[1]")],
+)
+def test_something_else_at_the_services_address_is_told(
+    workplace: Workplace, tmp_path: Path, status_code: int, form: str, body: str
+) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            self.send_response(status_code)
+            self.send_header("Content-Type", form)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        do_GET = do_POST = answer
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        state = RunState(
+            **{"name": "other", "pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "phase": "ready"},
+            **{"started_at": 0.0, "url": address, "served_name": "model", "control_url": address},
+        )
+        wanted = load(workplace.file).deployment
+        said = f"what answers at {address} is no control service of this version (status {status_code}, {form}); end it"
+        with ControlClient(state) as control:
+            for ask in (
+                control.status,
+                lambda: control.ask("hello", 3),
+                lambda: control.apply(wanted, "", dry_run=True, restart=False),
+            ):
+                with pytest.raises(ControlFailed, match=re.escape(said)):
+                    ask()
+        with pytest.raises(httpx.HTTPError) as told:
+            chat(state, "hello", 3)
+        assert "\n" not in str(told.value)
+        agent = InstanceState(name="decode", role="decode", log=tmp_path / "log", agents=[address], pid=1)
+        (rank,) = rank_statuses(agent, None)
+        assert rank.error and "\n" not in rank.error and (status_code != 200 or "is no agent of a rank" in rank.error)
+        server.shutdown()
 
 
 def test_the_services_port_and_key_come_from_the_file(workplace: Workplace, tmp_path: Path) -> None:
