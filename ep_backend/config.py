@@ -14,6 +14,7 @@ from ep_backend.modes import Mode, parse_mode
 RING_SLOTS = (256, 1024)
 TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 1e9  # nanoseconds in 64 bits
+MAX_COUNT = (1 << 31) - 1  # kernels and engines count in 32 bits
 PAYLOADS = {p.name.lower(): p for p in Payload}
 FORMS = ("auto", "per_rank", "per_expert")
 RAILS = ("auto", "peer", "put")

@@ -20,13 +20,13 @@ from ruamel.yaml import YAML
 
 from ep_backend.checkpoint import write_checkpoint
 from ep_backend.control.client import ControlClient, ControlFailed
-from ep_backend.deployment.agents import ModeCounters, RankStatus, all_statuses
+from ep_backend.deployment.agents import ModeCounters, RankStatus, rank_statuses
 from ep_backend.deployment.client import TIMEOUT_S, stream
 from ep_backend.deployment.commands import Interrupted, down, up_detached
 from ep_backend.deployment.load import load
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.processes import free_ports
-from ep_backend.deployment.state import RunState, unusable
+from ep_backend.deployment.state import InstanceState, RunState, unusable
 from ep_backend.deployment.view import counters_table, make_console
 from ep_backend.reference import greedy_reference
 
@@ -36,6 +36,7 @@ ROUNDS = (("direct", "low_latency"), ("normal", "hybrid"))
 PROMPTS, SHORTEST, LONGEST = 16, 17, 200
 NEW_TOKENS = 32
 AT_ONCE = 8
+READINGS = 100  # of ranks at work, at most
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def _run_round(
     """Sends all prompts, and counts what they moved. With ``flip_file`` the modes are flipped to while answers stream, and
     what came before that is not counted."""
     streaming = threading.Event()
-    before = all_statuses(state)
+    before = even_statuses(state)
     started = time.monotonic()
     with (
         _bar(console, f"{AT_ONCE} prompts at once through {state.url}", len(prompts)) as advance,
@@ -157,12 +158,26 @@ def _run_round(
         if flip_file is not None:
             streaming.wait(TIMEOUT_S)
             _flip(console, state, flip_file, prefill, decode)
-            before = all_statuses(state)
+            before = even_statuses(state)
         answers = [one.result() for one in running]
     seconds = time.monotonic() - started
-    after = all_statuses(state)
+    after = even_statuses(state)
     deltas, silent = deltas_of(before, after, {"prefill": prefill, "decode": decode})
     return Round(prefill, decode, answers, seconds, deltas, silent)
+
+
+def even_statuses(state: RunState) -> list[RankStatus]:
+    """What every rank did, those of a role up to the same dispatch: while they are at work, they are asked until it is so."""
+    return [status for instance in state.instances for status in _even(instance, state.key)]
+
+
+def _even(instance: InstanceState, key: str | None) -> list[RankStatus]:
+    for _ in range(READINGS):
+        statuses = rank_statuses(instance, key)
+        done = [{mode: (one.dispatches, one.combines) for mode, one in status.modes.items()} for status in statuses]
+        if any(status.error for status in statuses) or all(one == done[0] for one in done):
+            break
+    return statuses
 
 
 def deltas_of(

@@ -7,18 +7,17 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticKnownError
 
-from ep_backend.config import MAX_TIMEOUT_S
+from ep_backend.config import MAX_COUNT, MAX_TIMEOUT_S
 from ep_backend.layout import COUNT_MASK
 
 NAME, HOST = r"^[a-z0-9][a-z0-9._-]{0,62}$", r"^[A-Za-z0-9._:%-]+$"
 KEY = r"^[!-~]([ -~]*[!-~])?$"  # as a header of HTTP carries it
-MOST = (1 << 31) - 1
 
 Name = Annotated[str, Field(pattern=NAME)]
 Host = Annotated[str, Field(pattern=HOST)]
 Key = Annotated[str, Field(min_length=1, pattern=KEY)]
 Port = Annotated[int, Field(ge=1, le=65535)]
-Positive = Annotated[int, Field(ge=1, le=MOST)]
+Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Tokens = Annotated[int, Field(ge=1, le=COUNT_MASK)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)]

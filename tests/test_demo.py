@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from ep_backend import demo
 from ep_backend.demo import (
     LONGEST,
     NEW_TOKENS,
@@ -18,6 +19,7 @@ from ep_backend.demo import (
     write_deployment,
 )
 from ep_backend.deployment.agents import ModeCounters, RankStatus
+from ep_backend.deployment.state import InstanceState, RunState
 
 EXPECTED = [list(range(NEW_TOKENS))] * PROMPTS
 MOVED = ModeCounters(dispatches=4, combines=4, records={"local": 9, "scale_up": 9}, bytes={"local": 9216, "scale_up": 9216})
@@ -58,6 +60,20 @@ def test_a_silent_counter_fails(capsys: pytest.CaptureFixture[str]) -> None:
 def test_another_mode_than_asked_is_told() -> None:
     _, silent = deltas_of([status(ModeCounters())], [status(MOVED, executed="normal")], {"prefill": "direct"})
     assert silent == ["prefill rank 0: executed normal, not direct"]
+
+
+def test_ranks_at_work_are_read_at_the_same_dispatch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def reading(*dispatches: int) -> list[RankStatus]:
+        return [status(ModeCounters(dispatches=count, combines=count)) for count in dispatches]
+
+    instance = InstanceState(name="decode", role="decode", log=tmp_path, pid=1)
+    place = {"pid": 1, "start_ticks": 1, "started_at": 0.0, "url": "u", "served_name": "m"}
+    state = RunState(name="demo", instances=[instance], **place)
+    readings = iter([reading(250, 258), reading(259, 260), reading(261, 261), reading(262, 263)])
+    monkeypatch.setattr(demo, "rank_statuses", lambda *_: next(readings))
+    assert [rank.modes["direct"].dispatches for rank in demo.even_statuses(state)] == [261, 261]
+    monkeypatch.setattr(demo, "rank_statuses", lambda *_: reading(1, 2))
+    assert len(demo.even_statuses(state)) == 2
 
 
 def test_a_broken_deployment_differs_only_in_its_environment(tmp_path: Path) -> None:

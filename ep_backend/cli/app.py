@@ -9,6 +9,7 @@ import typer
 from ep_backend.bench import cli as bench
 from ep_backend.cli import doctor, modes, planning, rendering
 from ep_backend.cli.output import guarded_output
+from ep_backend.config import MAX_COUNT
 
 app = typer.Typer(
     help="Expert-parallel all-to-all for vLLM and SGLang: deployments, checks and a demo that needs no GPU.",
@@ -156,7 +157,7 @@ def flip(
 def ask(
     file: File,
     prompt: Annotated[str, typer.Argument(help="what to ask", show_default=False)],
-    max_tokens: Annotated[int, typer.Option(help="the longest answer", min=1)] = 32,
+    max_tokens: Annotated[int, typer.Option(help="the longest answer", min=1, max=MAX_COUNT)] = 32,
 ) -> None:
     """Send one prompt through the deployment's router and print the answer."""
     from ep_backend.control.client import ControlClient, ControlFailed

@@ -20,7 +20,7 @@ from ep_backend.deployment.load import Loaded
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.state import RunState
 from ep_backend.serving import Background, is_loopback, needs_key, require_key
-from ep_backend.values import Tokens
+from ep_backend.values import Positive
 
 PAGE = Path(__file__).with_name("page.html")
 # The page is one file and asks this service only.
@@ -88,7 +88,7 @@ def make_app(controller: Controller, state: Callable[[], RunState], audit: Audit
             return await controller.apply(text, dry_run, restart)
 
     @api.post("/v1/ask")
-    def ask(prompt: Annotated[str, Body()], max_tokens: Annotated[Tokens, Body()] = 32) -> Answer:
+    def ask(prompt: Annotated[str, Body()], max_tokens: Annotated[Positive, Body()] = 32) -> Answer:
         """Send one prompt through the deployment, as a client would."""
         return Answer(answer=chat(state(), prompt, max_tokens))
 

@@ -19,11 +19,11 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from ep_backend.config import TIMEOUT_S
+from ep_backend.config import MAX_COUNT, TIMEOUT_S
 from ep_backend.deployment.presets import models, topologies
 from ep_backend.modes import MODES, Family, Mode
 from ep_backend.plan.calibration import calibrations
-from ep_backend.values import HOST, KEY, MOST, NAME, Host, Key, Name, Port, Positive, Rate, Seconds, Strict, Tokens
+from ep_backend.values import HOST, KEY, NAME, Host, Key, Name, Port, Positive, Rate, Seconds, Strict, Tokens
 
 ModeName = Literal["auto", "normal", "direct", "low_latency", "hybrid"]
 RoleName = Literal["prefill", "decode", "unified"]
@@ -167,7 +167,7 @@ class Ep(Strict):
         default=None, description="of the rows that vLLM's decode modes give its experts; default: by the experts it has"
     )
     lanes: Literal[1, 2] = 1
-    redundant_experts: int = Field(default=0, ge=0, le=MOST, description="replicas that the load balancer may place")
+    redundant_experts: int = Field(default=0, ge=0, le=MAX_COUNT, description="replicas that the load balancer may place")
     gpus_per_node: Positive | None = Field(default=None, description="default: the topology's")
     timeout_s: Seconds = TIMEOUT_S
 

@@ -71,6 +71,8 @@ def test_up_status_ask_down(workplace: Workplace) -> None:
     assert code == 0, output
     assert "low_latency *" in output and "5.0 KiB" in output
     assert workplace.run("ask", file, "how are you?") == (0, "fine\n")
+    code, output = workplace.run("ask", file, "how are you?", "--max-tokens", str(10**20))
+    assert code == 2 and "is not in the range" in output
     code, output = workplace.run("up", file)
     assert code == 1 and "runs already" in output
     assert workplace.run("down", file) == (0, f"{workplace.folder.name} is down\n")
