@@ -66,7 +66,7 @@ def test_ranks_at_work_are_read_at_the_same_dispatch(monkeypatch: pytest.MonkeyP
     def reading(*dispatches: int) -> list[RankStatus]:
         return [status(ModeCounters(dispatches=count, combines=count)) for count in dispatches]
 
-    instance = InstanceState(name="decode", role="decode", log=tmp_path, pid=1)
+    instance = InstanceState(name="decode", role="decode", log=tmp_path, pid=1, start_ticks=1)
     place = {"pid": 1, "start_ticks": 1, "started_at": 0.0, "url": "u", "served_name": "m"}
     state = RunState(name="demo", instances=[instance], **place)
     readings = iter([reading(250, 258), reading(259, 260), reading(261, 261), reading(262, 263)])

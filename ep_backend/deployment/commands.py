@@ -162,7 +162,8 @@ def down(name: str) -> bool:
         if state is None:
             return False
         supervisor = state.pid if _supervised(state) else None
-        leaders = {instance.pid for instance in state.instances}
+        # Of a launch whose first process is gone, others may be left; its number is free again only after them.
+        leaders = {each.pid for each in state.instances if start_ticks(each.pid) in (each.start_ticks, None)}
     if supervisor is not None:
         started = start_ticks(supervisor)
         os.kill(supervisor, signal.SIGTERM)

@@ -25,6 +25,8 @@ class InstanceState(BaseModel):
     agents: list[str] = []
     url: str | None = None
     pid: PositiveInt
+    start_ticks: int
+    """Of that process; where another one has its number by now, the launch is gone."""
     started_at: float = 0.0
     ready_after_s: float | None = None
 

@@ -224,6 +224,7 @@ class Supervisor:
                     agents=instance.agents,
                     url=instance.health.rpartition("/")[0] if instance.health else None,
                     pid=child.pid,
+                    start_ticks=start_ticks(child.pid) or 0,
                 )
             )
         self._changed()

@@ -75,7 +75,7 @@ def _running(folder: Path, text: str, roles: dict[str, Instance]) -> Iterator[Se
     instances = []
     for name, _ in loaded.deployment.roles.items():
         found = roles.get(name, Instance(["http://127.0.0.1:9/"], "http://127.0.0.1:9"))
-        place = {"log": folder / "log", "agents": found.agents, "url": found.url, "pid": 1}
+        place = {"log": folder / "log", "agents": found.agents, "url": found.url, "pid": 1, "start_ticks": 1}
         instances.append(InstanceState(name=name, role=name, **place))
     state = RunState(
         **{"name": "test", "pid": 1, "start_ticks": 1, "phase": "ready", "started_at": 0.0},

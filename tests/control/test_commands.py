@@ -159,7 +159,7 @@ def test_something_else_at_the_services_address_is_told(
         with pytest.raises(httpx.HTTPError) as told:
             chat(state, "hello", 3)
         assert "\n" not in str(told.value)
-        agent = InstanceState(name="decode", role="decode", log=tmp_path / "log", agents=[address], pid=1)
+        agent = InstanceState(name="decode", role="decode", log=tmp_path / "log", agents=[address], pid=1, start_ticks=1)
         (rank,) = rank_statuses(agent, None)
         assert rank.error and "\n" not in rank.error and (status_code != 200 or "is no agent of a rank" in rank.error)
         server.shutdown()
