@@ -29,6 +29,7 @@ from ep_backend.deployment.supervisor import Supervisor
 from ep_backend.deployment.view import Progress
 
 POLL_S = 0.2
+ENDING_S = 30.0
 
 
 class NotRunning(Exception):
@@ -47,6 +48,7 @@ def up(file: Path, console: Console) -> None:
     """Runs the deployment until ctrl-C. Raises DeploymentError before loading, InstanceFailed after."""
     loaded = load(file)
     name = loaded.deployment.name
+    _let_a_failed_one_end(name)
     with claimed(run_dir(name)) as mine:
         if not mine:
             _refuse_a_second(name, file)
@@ -63,6 +65,7 @@ def up_detached(file: Path, console: Console) -> RunState:
     """Starts the deployment in the background and returns once it serves. Raises as `up` does, and Interrupted."""
     loaded = load(file)
     name = loaded.deployment.name
+    _let_a_failed_one_end(name)
     _refuse_a_second(name, file)
     _refuse_remains(name, file)
     _print_doubts(loaded, console)
@@ -127,6 +130,13 @@ def _start_detached(loaded: Loaded, console: Console, output: BufferedWriter) ->
         raise DeploymentError([f"{deployment.name} was stopped before it served, by `ep-backend down` or a signal"])
     said = draft.read_text(errors="replace").strip() if draft.exists() else ""
     raise DeploymentError([said or f"{deployment.name} {ended_as(child.returncode)} before it served"])
+
+
+def _let_a_failed_one_end(name: str) -> None:
+    """A deployment's state says that it failed before its process has ended."""
+    deadline = time.monotonic() + ENDING_S
+    while (state := read_state(name)) and state.phase == "failed" and _supervised(state) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
 
 
 def _refuse_a_second(name: str, file: Path) -> None:

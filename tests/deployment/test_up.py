@@ -15,7 +15,7 @@ import pytest
 
 from ep_backend.deployment.commands import down
 from ep_backend.deployment.problems import DeploymentError
-from ep_backend.deployment.processes import session_members
+from ep_backend.deployment.processes import session_members, start_ticks
 from tests.deployment.conftest import Workplace
 
 FAULT_LINE = "ValueError: the weights are not there"
@@ -272,6 +272,19 @@ def test_down_leaves_processes_that_only_have_the_numbers(workplace: Workplace) 
         assert other.poll() is None
         other.kill()
     assert not state.exists()
+
+
+def test_up_lets_one_that_failed_end_first(workplace: Workplace) -> None:
+    name = workplace.folder.name
+    with subprocess.Popen(["sleep", "6"]) as ending:
+        place = {"url": "u", "served_name": "m", "started_at": 0.0}
+        ticks = start_ticks(ending.pid)
+        assert ticks is not None
+        file = workplace.folder / ".ep" / "run" / name / "state.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps({"name": name, "pid": ending.pid, "start_ticks": ticks, "phase": "failed", **place}))
+        code, output = workplace.run("up", str(workplace.file), "--detach")
+        assert code == 0, output
 
 
 def test_a_file_where_the_folder_belongs_is_told(workplace: Workplace) -> None:
