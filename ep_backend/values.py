@@ -18,7 +18,7 @@ Host = Annotated[str, Field(pattern=HOST)]
 Key = Annotated[str, Field(min_length=1, pattern=KEY)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
-Tokens = Annotated[int, Field(ge=1, le=COUNT_MASK)]
+Tokens = Annotated[int, Field(ge=1, le=COUNT_MASK)]  # of one rank; lint, which knows how many there are, says more
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)]
 

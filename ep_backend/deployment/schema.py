@@ -23,7 +23,7 @@ from ep_backend.config import MAX_COUNT, TIMEOUT_S
 from ep_backend.deployment.presets import models, topologies
 from ep_backend.modes import MODES, Family, Mode
 from ep_backend.plan.calibration import calibrations
-from ep_backend.values import HOST, KEY, NAME, Host, Key, Name, Port, Positive, Rate, Seconds, Strict, Tokens
+from ep_backend.values import HOST, KEY, NAME, Host, Key, Name, Port, Positive, Rate, Seconds, Strict
 
 ModeName = Literal["auto", "normal", "direct", "low_latency", "hybrid"]
 RoleName = Literal["prefill", "decode", "unified"]
@@ -159,7 +159,7 @@ class Ep(Strict):
     """One role's expert-parallel backend."""
 
     mode: ModeName = "auto"
-    max_tokens: Tokens | None = Field(default=None, description="rows a rank may dispatch; default: the batch limit")
+    max_tokens: Positive | None = Field(default=None, description="rows a rank may dispatch; default: the batch limit")
     sms: Positive | None = Field(default=None, description="SMs that a kernel may use; default: the mode's own choice")
     overlap: Literal["none", "dbo", "tbo"] = Field(default="none", description="two micro-batches: dbo in vLLM, tbo in SGLang")
     fp8: bool = False

@@ -106,7 +106,7 @@ def one(file: Path) -> str:
         (
             "{mode: direct, max_tokens: 1024}",
             "{mode: direct, max_tokens: 1000000000000000000000}",
-            "max_tokens: is 1000000000000000000000, must be at most 16777215; write 16777215 or less",
+            "max_tokens: is 1000000000000000000000, must be at most 2147483647; write 2147483647 or less",
         ),
         (
             "{mode: direct, max_tokens: 1024}",
