@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -56,6 +57,7 @@ def run_demo(break_combine: bool) -> bool:
     console = make_console()
     folder = Path.cwd() / ".ep" / NAME
     checkpoint = folder / "checkpoint"
+    shutil.rmtree(checkpoint, ignore_errors=True)  # an earlier version's may be unknown to this one
     parameters = write_checkpoint(checkpoint)
     _say(console, f"wrote {checkpoint}: DeepseekV3ForCausalLM, {parameters / 1e6:.1f} M random parameters, seed 0")
     prompts = make_prompts()

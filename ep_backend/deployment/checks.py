@@ -25,10 +25,11 @@ def _check_sglang(deployment: Deployment) -> Iterator[Problem]:
     if roles:
         try:
             python, _ = interpreters.sglang()
+            has_router = deployment.roles.unified is not None or interpreters.has_sglang_router(python)
         except interpreters.NoInterpreter as error:
             yield Problem(("roles", roles[0][0], "engine"), f"is sglang, but {error}", error.fix, "EP013")
             return
-        if deployment.roles.unified is None and not interpreters.has_sglang_router(python):
+        if not has_router:
             what = f"are a pair of sglang, but {python} has no sglang_router to stand before it"
             yield Problem(("roles",), what, f"{python} -m pip install sglang-router", "EP013")
     for name, role in roles:
