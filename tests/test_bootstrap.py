@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROGRAM = """#!/bin/sh
 echo "$@"
-[ "$1" != lint ] || grep -q good "$2"
+[ "$1" != diff ] || grep -q good "$2" || { echo "bad file" >&2; exit 1; }
 """
 
 
@@ -118,7 +118,7 @@ def test_a_file_is_checked_before_sglang_is_installed(checkout: Path) -> None:
     (checkout / ".venv-sglang.lock").mkdir()
     file = checkout / "file.yaml"
     file.write_text("engine: sglang # bad\n")
-    assert outcome(ep(checkout, "up", str(file), "--detach")) == (1, f"lint {file}\n", "")
+    assert outcome(ep(checkout, "up", str(file), "--detach")) == (1, "", "bad file\n")
     file.write_text("engine: sglang # good\n")
     code, said, complained = outcome(ep(checkout, "up", str(file), "--detach"))
     assert (code, said) == (1, "") and ".venv-sglang cannot be made" in complained
