@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from ep_backend.deployment.spelling import visible
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -26,7 +28,7 @@ class Finding:
 
     @property
     def name(self) -> str:
-        return ".".join(str(part) for part in self.problem.place)
+        return visible(".".join(str(part) for part in self.problem.place))
 
     @property
     def subject(self) -> str:
