@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
-from ep_backend.deployment.resolve import ModelUnknown, model_config
+from ep_backend.deployment.resolve import ModelUnknown, shape_of
 from ep_backend.deployment.schema import Deployment
 
 CHECKPOINT = (
@@ -26,7 +26,7 @@ def check_model(deployment: Deployment) -> Iterator[Problem]:
         yield problem("EP011", ("model",), "has no path, and a local deployment loads a checkpoint", CHECKPOINT)
         return
     try:
-        model_config(model)
+        shape_of(model)
     except ModelUnknown as error:
         yield problem("EP011", ("model", "path") if model.path else ("model",), str(error), CHECKPOINT)
 
