@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import httpx
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 
@@ -19,7 +20,7 @@ from ep_backend.deployment.client import chat
 from ep_backend.deployment.load import Loaded
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.state import RunState
-from ep_backend.serving import Background, is_loopback, needs_key, require_key
+from ep_backend.serving import Background, is_loopback, needs_key, require_key, url_host
 
 PAGE = Path(__file__).with_name("page.html")
 # The page is one file and asks this service only.
@@ -42,7 +43,7 @@ def make_app(controller: Controller, state: Callable[[], RunState], audit: Audit
     app = FastAPI(title="ep_backend control service", version="1")
     if is_loopback(host):
         # A page from elsewhere must not reach this service under a name of its own.
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=["localhost", "127.0.0.1", "[::1]", host])
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=["localhost", "127.0.0.1", "[::1]", url_host(host)])
     _explain_errors(app)
 
     @app.get("/", include_in_schema=False)
@@ -129,6 +130,11 @@ def _explain_errors(app: FastAPI) -> None:
         def handle(_: Request, error: Exception) -> JSONResponse:
             code, more = reply(error)
             return JSONResponse({"detail": str(error), **more}, code)
+
+    @app.exception_handler(RequestValidationError)
+    def explain(_: Request, error: RequestValidationError) -> JSONResponse:
+        """Without the values given: not every one can be sent back, as half of a surrogate pair."""
+        return JSONResponse({"detail": [{key: fault[key] for key in ("loc", "msg")} for fault in error.errors()]}, 422)
 
     answers(Busy, lambda _: (409, {}))
     answers(NotAllowed, lambda error: (422, {"allowed": error.allowed}))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from ep_backend.deployment.changes import HIDDEN, SECRET
 from ep_backend.deployment.document import Place
 from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.schema import PATTERNS, Deployment
@@ -88,6 +89,8 @@ def _may_follow(place: Place, fault: Place) -> bool:
 
 def _problem(fault: ErrorDetails) -> Problem:
     place, kind, given = place_of(fault), fault["type"], fault["input"]
+    if given and place and SECRET.search(str(place[-1])):
+        given = HIDDEN
     context = fault.get("ctx", {})
     if kind == "extra_forbidden":
         return Problem(place, "unknown key", _known_here(place), "EP002")

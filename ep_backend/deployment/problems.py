@@ -28,14 +28,18 @@ class Finding:
 
     @property
     def name(self) -> str:
-        return visible(".".join(str(part) for part in self.problem.place))
+        return ".".join(str(part) for part in self.problem.place)
 
     @property
     def subject(self) -> str:
-        return f"{self.name}: {self.problem.what}" if self.name else self.problem.what
+        return visible(f"{self.name}: {self.problem.what}" if self.name else self.problem.what)
+
+    @property
+    def fix(self) -> str:
+        return visible(self.problem.fix)
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}:{self.column}: {self.subject}; {self.problem.fix} [{self.problem.code}]"
+        return f"{self.file}:{self.line}:{self.column}: {self.subject}; {self.fix} [{self.problem.code}]"
 
 
 class DeploymentError(Exception):

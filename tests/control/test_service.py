@@ -150,6 +150,14 @@ def test_the_service_answers_whatever_its_file_has_become(service: StartService,
     assert control.client.get("/metrics").status_code == 200
 
 
+@pytest.mark.parametrize("route", ["/v1/ask", "/v1/roles/prefill/mode"])
+def test_half_of_a_character_is_refused(service: StartService, route: str) -> None:
+    body = '{"prompt": "\\ud800", "mode": "\\ud800"}'
+    answer = service().client.post(route, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422
+    assert "unicode" in answer.json()["detail"][0]["msg"], answer.text
+
+
 def test_a_rule_that_fails_on_a_file_does_not_silence_the_service(
     service: StartService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,28 @@ def one(file: Path) -> str:
             "{path: model, routing: {kind: measured, nodes_per_token: 99}}",
             "model.routing.nodes_per_token: is 99, but the roles span 1 NVLink domain(s) at most; give a mean of 1 or less",
         ),
+        *(
+            (
+                "router: {",
+                f"control: {{key: {key}}}\nrouter: {{",
+                "control.key: is '***', must be visible ASCII characters, for",
+            )
+            for key in ("schlüssel", '"a\\nb"', '"a\\x7f"', '" a"', '"a "')
+        ),
+        *(
+            (
+                "router: {",
+                f"router: {{host: {host}, ",
+                "must be a host name or an address; write it so",
+            )
+            for host in ('"a:b"', '"::1::"', '"[::1]"', '"1.2.3.4:80"')
+        ),
+        ("max_tokens: 1024", "max_tokens: 1024, timeout_s: 1.0e+18", "at most"),
+        (
+            "max_tokens: 1024",
+            "max_tokens: 1024, redundant_experts: 1000000000",
+            "is 1000000000, but 2 ranks that each hold all 16 experts have 16 replicas; use 16 or fewer [EP118]",
+        ),
         ("model: {path: model}", "model: true", "is true, must be a mapping; write keys below it, of path, preset,"),
         ("model: {path: model}", "model: {preset: 3}", 'is 3, must be text; write "3" in quotes [EP004]'),
         (

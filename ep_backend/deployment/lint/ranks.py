@@ -101,6 +101,9 @@ def check_experts(view: RoleView) -> Iterator[Problem]:
             f"gives {size} EP ranks, but the model's {total} are not divisible by {size}",
             f"use a divisor of {view.experts + spare}, or set ep.redundant_experts: {spare + missing}",
         )
+    elif view.experts and spare > (most := view.experts * (size - 1)):
+        what = f"is {spare}, but {size} ranks that each hold all {view.experts} experts have {most} replicas"
+        yield problem("EP118", (*view.place, "ep", "redundant_experts"), what, f"use {most} or fewer")
     given = _engine_redundancy(view)
     if given is not None and given != spare:
         yield problem(
