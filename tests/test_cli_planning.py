@@ -1,6 +1,7 @@
 """plan, lint, explain, diff and schema from the command line: exit status, and how quickly they start."""
 
 import json
+import os
 import re
 import resource
 import subprocess

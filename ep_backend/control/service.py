@@ -10,6 +10,7 @@ from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Req
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
+from pydantic import AfterValidator
 
 from ep_backend.control.audit import Audit
 from ep_backend.control.controller import Busy, Controller, NeedsRestart, NotAllowed, Restart, RestartFailed
@@ -28,6 +29,15 @@ PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'"
 )
 FILE_BYTES = 1_000_000
+
+
+def _in_utf8(text: str) -> str:
+    """JSON can spell half of a character; nothing here could pass it on."""
+    text.encode()
+    return text
+
+
+Text = Annotated[str, AfterValidator(_in_utf8)]
 DryRun = Annotated[bool, Query(description="say what would happen, after asking every rank; change nothing")]
 
 
@@ -70,7 +80,7 @@ def make_app(controller: Controller, state: Callable[[], RunState], audit: Audit
 
     @api.post("/v1/roles/{role}/mode")
     async def set_mode(
-        request: Request, role: str, mode: Annotated[str, Body(embed=True)], dry_run: DryRun = False
+        request: Request, role: str, mode: Annotated[Text, Body(embed=True)], dry_run: DryRun = False
     ) -> FlipResult:
         """Flip a role inside its family, on every rank at the same step or on none."""
         async with noted(request, "dry run of a flip" if dry_run else "flip", f"{role} to {mode}"):
@@ -88,7 +98,7 @@ def make_app(controller: Controller, state: Callable[[], RunState], audit: Audit
             return await controller.apply(text, dry_run, restart)
 
     @api.post("/v1/ask")
-    def ask(prompt: Annotated[str, Body()], max_tokens: Annotated[int, Body(ge=1)] = 32) -> dict[str, str]:
+    def ask(prompt: Annotated[Text, Body()], max_tokens: Annotated[int, Body(ge=1)] = 32) -> dict[str, str]:
         """Send one prompt through the deployment, as a client would."""
         return {"answer": chat(state(), prompt, max_tokens)}
 
