@@ -53,7 +53,11 @@ def shape_of(model: Model) -> ModelShape:
         shape = model_shape(_model_config(model))
     except ValueError as error:
         raise ModelUnknown(f"{model.path or model.preset} is no config of a mixture of experts: {error}") from None
-    return shape if model.moe_layers is None else replace(shape, moe_layers=model.moe_layers)
+    if model.moe_layers is None:
+        return shape
+    if model.moe_layers > shape.layers:
+        raise ModelUnknown(f"{model.path or model.preset} has {shape.layers} layers, but moe_layers is {model.moe_layers}")
+    return replace(shape, moe_layers=model.moe_layers)
 
 
 @dataclass(frozen=True)

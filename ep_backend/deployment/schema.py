@@ -62,7 +62,7 @@ def _address(host: str) -> str:
 
 Host = Annotated[str, Field(pattern=HOST), AfterValidator(_address)]
 Port = Annotated[int, Field(ge=1, le=65535)]
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
 Rate = Annotated[float, Field(gt=0)]
 Hca = Annotated[str, Field(pattern=HCA, examples=["mlx5_0:1"])]
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -270,7 +270,7 @@ def _with_key(mapping: JsonValue | None, path: list[str], value: JsonValue) -> J
 
 def _parsed(value: JsonValue) -> JsonValue:
     if isinstance(value, str) and value.lstrip().startswith("{"):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             parsed: JsonValue = json.loads(value)
             return parsed
     return value
@@ -278,7 +278,7 @@ def _parsed(value: JsonValue) -> JsonValue:
 
 def whole_number(value: JsonValue | None) -> int | None:
     """A number, also as the engines accept it in words: "8192", "8k" (8000), "8K" (8192)."""
-    if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", value)):
+    if isinstance(value, str) and (found := re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)([kKmMgG]?)", value)):
         return int(float(found[1]) * SUFFIXES[found[2]])
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 

@@ -89,6 +89,8 @@ def one(file: Path) -> str:
             )
             for host in ('"a:b"', '"::1::"', '"[::1]"', '"1.2.3.4:80"')
         ),
+        ("max_tokens: 1024", f"max_tokens: '{'9' * 400}'", "must be below 2147483648; write a number below 2147483648 [EP004]"),
+        ("path: model", "path: model, moe_layers: 3", "model has 2 layers, but moe_layers is 3; give a folder"),
         ("max_tokens: 1024", "max_tokens: 1024, timeout_s: 1.0e+18", "at most"),
         (
             "max_tokens: 1024",
@@ -195,6 +197,11 @@ def test_a_value_that_cannot_be_written_hides_no_other_mistake(value: str, write
 
 def test_a_required_value_that_cannot_be_written_is_not_also_missing(write_file: WriteFile) -> None:
     assert "6:5: roles.prefill.data_parallel: is nan, must" in one(write_file(("  data_parallel: 2", "  data_parallel: .nan")))
+
+
+@pytest.mark.parametrize("value", ["9" * 400, '{"a":' * 20_000])
+def test_a_word_that_is_no_sane_number_or_mapping_is_the_engines_to_judge(value: str, write_file: WriteFile) -> None:
+    findings_of(write_file(("max-num-seqs: 8", f"max-num-seqs: '{value}'")))
 
 
 def test_of_many_faults_some_are_told_and_the_others_counted(write_file: WriteFile) -> None:
