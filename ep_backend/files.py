@@ -17,9 +17,9 @@ def read_text(file: Path, most: int = MOST_BYTES) -> str:
     with open(descriptor, "rb") as opened:
         kind = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(kind):
-            code, what = (errno.EISDIR, "Is a directory") if stat.S_ISDIR(kind) else (errno.EINVAL, "is no regular file")
+            code, what = (errno.EISDIR, "Is a directory") if stat.S_ISDIR(kind) else (errno.EINVAL, "not a regular file")
             raise OSError(code, what, str(file))
         data = opened.read(most + 1)
     if len(data) > most:
-        raise OSError(errno.EFBIG, f"is larger than {most >> 20} MiB", str(file))
+        raise OSError(errno.EFBIG, f"larger than {most >> 20} MiB", str(file))
     return data.decode()

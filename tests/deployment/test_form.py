@@ -227,7 +227,7 @@ def test_what_a_terminal_would_obey_is_told_as_escapes(write_file: WriteFile) ->
 def test_only_files_of_a_sane_size_are_read(place: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large.yaml").write_bytes(b"#" * (5 << 20))
-    said = "is larger than 4 MiB" if place == "large.yaml" else "is no regular file"
+    said = "larger than 4 MiB" if place == "large.yaml" else "not a regular file"
     assert f"1:1: cannot be read: {said}; give the path of a deployment file [EP005]" in one(tmp_path / place)
 
 

@@ -233,7 +233,7 @@ def test_a_config_that_is_no_file_is_not_waited_for(write_file: WriteFile) -> No
     config = file.parent / "model" / "config.json"
     config.unlink()
     os.mkfifo(config)
-    assert f"{config} cannot be read (is no regular file)" in lines_of(file)[0]
+    assert f"{config} cannot be read (not a regular file)" in lines_of(file)[0]
 
 
 @pytest.mark.parametrize(
