@@ -5,10 +5,12 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -32,11 +34,13 @@ Engine = Literal["vllm", "sglang"]
 TargetKind = Literal["local", "shell", "slurm", "lws", "disaggregatedset"]
 NAME, ENV_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$", r"^[A-Za-z_][A-Za-z0-9_]*$"
 HOST, HCA = r"^[A-Za-z0-9._:%-]+$", r"^[A-Za-z0-9_.-]+(:[1-9][0-9]*)?$"
+KEY = r"^[!-~]([ -~]*[!-~])?$"
 MOUNT, NAMESPACE = r"^/.*[^/]$", r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
 PATTERNS = {
     NAME: "1 to 63 of a-z, 0-9, `.`, `_` and `-`, the first a letter or digit",
     ENV_NAME: "letters, digits and `_`, the first no digit",
     HOST: "a host name or an address",
+    KEY: "visible ASCII characters, for it travels in an HTTP header",
     HCA: "a device such as mlx5_0, or mlx5_0:1 with its port",
     MOUNT: "a path that begins with `/` and does not end with it",
     NAMESPACE: "1 to 63 of a-z, 0-9 and `-`, the first and last a letter or digit",
@@ -44,9 +48,21 @@ PATTERNS = {
 """What texts of these forms are, in words."""
 Name = Annotated[str, Field(pattern=NAME)]
 EnvName = Annotated[str, Field(pattern=ENV_NAME)]
-Host = Annotated[str, Field(pattern=HOST)]
+
+
+def _address(host: str) -> str:
+    """No name has a colon, so that one with a colon is an address."""
+    try:
+        if ":" in host:
+            IPv6Address(host)
+    except ValueError:
+        raise PydanticKnownError("string_pattern_mismatch", {"pattern": HOST}) from None
+    return host
+
+
+Host = Annotated[str, Field(pattern=HOST), AfterValidator(_address)]
 Port = Annotated[int, Field(ge=1, le=65535)]
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
 Rate = Annotated[float, Field(gt=0)]
 Hca = Annotated[str, Field(pattern=HCA, examples=["mlx5_0:1"])]
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -254,7 +270,7 @@ def _with_key(mapping: JsonValue | None, path: list[str], value: JsonValue) -> J
 
 def _parsed(value: JsonValue) -> JsonValue:
     if isinstance(value, str) and value.lstrip().startswith("{"):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             parsed: JsonValue = json.loads(value)
             return parsed
     return value
@@ -262,7 +278,7 @@ def _parsed(value: JsonValue) -> JsonValue:
 
 def whole_number(value: JsonValue | None) -> int | None:
     """A number, also as the engines accept it in words: "8192", "8k" (8000), "8K" (8192)."""
-    if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", value)):
+    if isinstance(value, str) and (found := re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)([kKmMgG]?)", value)):
         return int(float(found[1]) * SUFFIXES[found[2]])
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
@@ -299,7 +315,7 @@ class Control(Strict):
 
     host: Host = "127.0.0.1"
     port: Port | None = Field(default=None, description="of the service; default: a free one, which `status` names")
-    key: str | None = Field(default=None, min_length=1, description="needed where others can reach the host")
+    key: str | None = Field(default=None, min_length=1, pattern=KEY, description="needed where others can reach the host")
     flip_timeout_s: float = Field(default=30.0, gt=0, description="how long a change of mode may take before it is abandoned")
 
 
