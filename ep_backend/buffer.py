@@ -273,7 +273,12 @@ class EpBuffer:
             RuntimeError: the lane still has an operation in flight.
         """
         self._check_alive()
-        state = self._lane(lane)
+        try:
+            state = self._lane(lane)
+        except (ValueError, TypeError) as e:
+            # Which round of which lane this was to be nobody can tell.
+            self._refuse([idle for idle, other in enumerate(self._lanes) if other.pending is None], e, astray=True)
+            raise
         if state.pending is not None:
             raise RuntimeError(
                 f"lane {lane} has {state.pending} pending, so dispatch cannot start; finish it, or use another of the "
@@ -300,14 +305,14 @@ class EpBuffer:
                     f"mode {call.mode.value} has no receive hook (its rings need both sides at work); "
                     "use async_finish, or a mode with slots"
                 )
-        except (ValueError, TypeError) as e:
-            state.epoch = epoch
-            self._fabric.refuse(lane, epoch, f"{type(e).__name__}: {e}")
+        except Exception as e:
+            self._refuse([lane], e)
             raise
         call.split, call.aside = return_hook, async_finish
         state.epoch, state.call, state.pending = epoch, call, "dispatch"
 
         def finish() -> None:
+            self._check_there()
             if state.call is not call or state.pending not in ("dispatch", "dispatch hook"):
                 raise RuntimeError("this dispatch hook has already run")
             call.received = self._run(state, self._fabric.finish_dispatch, call)
@@ -395,12 +400,15 @@ class EpBuffer:
             if out.shape != (tokens, hidden) or out.dtype != y.dtype or out.device != y.device or not out.is_contiguous():
                 right = f"a contiguous {[tokens, hidden]} {y.dtype} on {y.device}"
                 raise ValueError(f"out is {_describe(out)}; combine writes {right}")
+            if out.requires_grad:
+                raise ValueError("out requires a gradient, which combine does not give; give out.detach()")
             result = out
             # Sums are written while other rows of y are still read, so they need memory of their own.
             total = torch.empty_like(out) if _share_memory(out, y) or out.data_ptr() % 16 else out
         call.split, call.aside = return_hook, call.aside or async_finish
 
         def finish() -> None:
+            self._check_there()
             if state.call is not call or state.pending not in ("combine", "combine hook"):
                 raise RuntimeError("this combine hook has already run")
             self._run(state, self._fabric.finish_combine, call, total)
@@ -487,9 +495,19 @@ class EpBuffer:
         ]
         return "; ".join(ops) or "nothing"
 
-    def _check_alive(self) -> None:
+    def _refuse(self, lanes: list[int], error: Exception, *, astray: bool = False) -> None:
+        """These lanes' next rounds do not take place, and peers hear why."""
+        for lane in lanes:
+            self._lanes[lane].epoch += 1
+        rounds = [(lane, self._lanes[lane].epoch) for lane in lanes]
+        self._fabric.refuse(rounds, f"{type(error).__name__}: {error}", astray=astray)
+
+    def _check_there(self) -> None:
         if self._destroyed:
             raise EpFailed("the buffer was destroyed; make a new one on all ranks")
+
+    def _check_alive(self) -> None:
+        self._check_there()
         reason = self.failure()
         if reason is not None:
             raise EpFailed(f"the buffer is failed and must be rebuilt on all ranks. First failure: {reason}")
@@ -500,6 +518,8 @@ class EpBuffer:
             return step(*args)
         except EpRefused:
             state.call = state.pending = None
+            for lane, other in enumerate(self._lanes):
+                other.epoch += other.pending is None and self._fabric.astray(lane, other.epoch + 1)
             raise
         except BaseException as e:
             self._fabric.stats.timeouts += isinstance(e, EpTimeout)
@@ -531,6 +551,8 @@ class EpBuffer:
     ) -> Call:
         c, device = self.config, self._fabric.device
         if handle is not None:
+            if not isinstance(handle, Handle):
+                raise TypeError(f"handle is a {type(handle).__name__}; give the handle of an earlier dispatch, or None")
             if ids is not None or weights is not None:
                 raise ValueError("a handle brings its routing along; leave topk_ids and topk_weights None")
             if handle.owner is not self:
@@ -548,6 +570,8 @@ class EpBuffer:
                 raise TypeError(f"{name} is a {type(t).__name__}; give a torch.Tensor")
             if t.device != device:
                 raise TypeError(f"{name} is on {t.device}, the buffer on {device}; move it there")
+            if t.layout is not torch.strided:
+                raise TypeError(f"{name} is {t.layout}; give a dense tensor, as to_dense() makes it")
         form = mode, layout, rows.dtype, None if scales is None else scales.dtype, fp8
         try:
             kind = self._kinds.get(form)
@@ -581,7 +605,7 @@ class EpBuffer:
                 raise ValueError(f"{name} has shape {list(t.shape)}; x and top_k make it [{tokens}, {c.top_k}]")
         if sms is not None and (sms := whole("sms", sms)) < 1:
             raise ValueError(f"sms={sms!r}; give at least 1, or None for the mode's default")
-        if ids.is_cpu and handle is None and ids.numel():
+        if ids.is_cpu and ids.numel():
             low, high = int(ids.min()), int(ids.max())
             if low < -1 or high >= c.num_experts:
                 raise ValueError(

@@ -8,7 +8,10 @@ model answers: its routers would tell apart scores that are all but equal, and s
 """
 
 import json
+import os
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -139,29 +142,81 @@ SHAPES: dict[Shape, dict[str, Any]] = {
 }
 
 
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+FILES = (CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
+DRAFT = ".ep-backend-draft"
+
+
+class FolderRefused(Exception):
+    """The folder holds something that was not written here."""
+
+
 def write_shape(out: Path, shape: Shape) -> None:
-    """Writes config and tokenizer alone into the folder `out`: for engines that invent weights (`--load-format dummy`)."""
-    _write_beside_weights(out, SHAPES[shape])
+    """Writes config and tokenizer alone into the folder `out`: for engines that invent weights (`--load-format dummy`).
+
+    Raises FolderRefused, before anything changes, if the folder holds anything else than an earlier model of this module.
+    """
+    with _replacing(out) as draft:
+        _write_beside_weights(draft, SHAPES[shape])
 
 
 def write_checkpoint(out: Path, seed: int = 0, model: Model = "deepseek-v3") -> int:
-    """Writes config, tokenizer and weights into the folder `out`; returns the number of parameters."""
-    import torch
-    from safetensors.torch import save_file
-
+    """Writes config, tokenizer and weights into the folder `out`; returns the number of parameters. Raises as `write_shape`."""
     config, layer = MODELS[model]
-    _write_beside_weights(out, config)
-    rng = np.random.default_rng(seed)
-    tensors = {
-        name: torch.from_numpy(values.astype(np.float32)).to(_dtype(name)) for name, values in _weights(config, layer, rng)
-    }
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    with _replacing(out) as draft:
+        import torch
+        from safetensors.torch import save
+
+        _write_beside_weights(draft, config)
+        rng = np.random.default_rng(seed)
+        tensors = {
+            name: torch.from_numpy(values.astype(np.float32)).to(_dtype(name)) for name, values in _weights(config, layer, rng)
+        }
+        (draft / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
     return sum(tensor.numel() for tensor in tensors.values())
 
 
-def _write_beside_weights(out: Path, config: dict[str, Any]) -> None:
+@contextmanager
+def _replacing(out: Path) -> Iterator[Path]:
+    """A folder whose files take the place of those in `out` once all are written."""
     out.mkdir(parents=True, exist_ok=True)
-    _write_json(out / "config.json", config)
+    _refuse_foreign(out)
+    draft = out / DRAFT
+    shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed
+    draft.mkdir()
+    try:
+        yield draft
+        # In this order, whatever ends it: the folder stays known by its config, and half a model has no weights.
+        (out / WEIGHTS).unlink(missing_ok=True)
+        for name in FILES:
+            if (draft / name).exists():
+                os.replace(draft / name, out / name)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _refuse_foreign(out: Path) -> None:
+    present = sorted(path for path in out.iterdir() if path.name != DRAFT)
+    foreign = [path for path in present if path.name not in FILES or path.is_dir()]
+    if not foreign and not _has_our_config(out):
+        foreign = present
+    if foreign:
+        raise FolderRefused(
+            f"{out} holds {foreign[0].name}, which this version of `ep-backend checkpoint` did not write; choose a new folder, "
+            "or empty this one"
+        )
+
+
+def _has_our_config(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return config in SHAPES.values() or any(config == ours for ours, _ in MODELS.values())
+
+
+def _write_beside_weights(out: Path, config: dict[str, Any]) -> None:
+    _write_json(out / CONFIG, config)
     _write_json(out / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
     _write_tokenizer(out, config["max_position_embeddings"])
 
@@ -309,7 +364,7 @@ def _write_tokenizer(out: Path, longest: int) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     reserved = [f"<|reserved_{index}|>" for index in range(VOCAB - BYTES - len(SPECIAL_TOKENS))]
     tokenizer.add_special_tokens(SPECIAL_TOKENS + reserved)
-    tokenizer.save(str(out / "tokenizer.json"))
+    (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     _write_json(
         out / "tokenizer_config.json",
         {

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -57,6 +58,7 @@ def run_demo(break_combine: bool) -> bool:
     console = make_console()
     folder = Path.cwd() / ".ep" / NAME
     checkpoint = folder / "checkpoint"
+    shutil.rmtree(checkpoint, ignore_errors=True)  # an earlier version's may be unknown to this one
     try:
         parameters = write_checkpoint(checkpoint)
     except OSError as error:

@@ -18,6 +18,24 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def base_url(host: str, port: int) -> str:
+    return f"http://{url_host(host)}:{port}"
+
+
+def url_host(host: str) -> str:
+    """A host as URLs have it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def is_foreign(error: OSError) -> bool:
+    """Did a bind fail because the host is no address of this machine?"""
+    return isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+
+
 def needs_key(key: str | None) -> Callable[..., None]:
     """A FastAPI dependency: 401 without ``Authorization: Bearer KEY``, or with another key."""
     from fastapi import Header, HTTPException
@@ -66,8 +84,7 @@ class Background:
 
 def listen(name: str, setting: str, host: str, port: int) -> socket.socket:
     """A listening socket; ValueError if there can be none. ``name`` and ``setting`` as in :class:`Background`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family_of(host), socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -76,5 +93,6 @@ def listen(name: str, setting: str, host: str, port: int) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise ValueError(f"{name} port {port} on {host} is taken; choose another {setting}port") from None
-        raise ValueError(f"the {name} cannot listen on {host}:{port}: {error.strerror}; change {setting}host") from None
+        change = f"{setting}{'host' if is_foreign(error) else 'port'}"
+        raise ValueError(f"the {name} cannot listen on {url_host(host)}:{port}: {error.strerror}; change {change}") from None
     return listener

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ipaddress import IPv6Address
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticKnownError
 
 from ep_backend.config import MAX_COUNT, MAX_TIMEOUT_S
@@ -13,11 +14,22 @@ from ep_backend.layout import COUNT_MASK
 NAME, HOST = r"^[a-z0-9][a-z0-9._-]{0,62}$", r"^[A-Za-z0-9._:%-]+$"
 KEY = r"^[!-~]([ -~]*[!-~])?$"  # as a header of HTTP carries it
 
+
+def _address(host: str) -> str:
+    """No name has a colon, so that one with a colon is an address."""
+    try:
+        if ":" in host:
+            IPv6Address(host)
+    except ValueError:
+        raise PydanticKnownError("string_pattern_mismatch", {"pattern": HOST}) from None
+    return host
+
+
 Name = Annotated[str, Field(pattern=NAME)]
-Host = Annotated[str, Field(pattern=HOST)]
+Host = Annotated[str, Field(pattern=HOST), AfterValidator(_address)]
 Key = Annotated[str, Field(min_length=1, pattern=KEY)]
 Port = Annotated[int, Field(ge=1, le=65535)]
-Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Positive = Annotated[int, Field(ge=1, lt=MAX_COUNT + 1)]
 Tokens = Annotated[int, Field(ge=1, le=COUNT_MASK)]  # of one rank; lint, which knows how many there are, says more
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)]

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,49 @@ def test_a_shape_is_deepseek_v3s_but_for_depth_and_vocabulary(shape: Shape, tmp_
         {"quantization_config"} if shape == "deepseek-v3-shape-fp8" else set()
     )
     assert not list(tmp_path.glob("*.safetensors")) and (tmp_path / "tokenizer.json").exists()
+
+
+def command(*words: str) -> tuple[int, str]:
+    """Exit status and complaint of `ep-backend checkpoint`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ep_backend", "checkpoint", *words], capture_output=True, text=True, timeout=60
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("content", [{"config.json": '{"precious": 1}', "model.safetensors": "w"}, {"notes.txt": "mine"}])
+def test_what_others_wrote_is_kept(content: dict[str, str], tmp_path: Path) -> None:
+    for name, text in content.items():
+        (tmp_path / name).write_text(text)
+    first = next(iter(content))
+    said = f"ep-backend: {tmp_path} holds {first}, which this version of `ep-backend checkpoint` did not write; "
+    assert command(str(tmp_path)) == (1, f"{said}choose a new folder, or empty this one\n")
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == content
+
+
+def test_its_own_earlier_output_is_replaced_whole(tmp_path: Path, checkpoint: Path) -> None:
+    write_checkpoint(tmp_path, seed=1)
+    (tmp_path / ".ep-backend-draft").mkdir()  # of a run that was killed
+    write_checkpoint(tmp_path, seed=0)
+    assert digests(tmp_path) == digests(checkpoint)
+    write_shape(tmp_path, "deepseek-v3-shape")
+    assert not (tmp_path / "model.safetensors").exists(), "its weights are the other model's"
+
+
+def test_what_fails_half_way_changes_nothing(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, seed=0)
+    monkeypatch.setitem(MODELS, "qwen3-moe", (MODELS["qwen3-moe"][0], lambda *_: 1 // 0))
+    with pytest.raises(ZeroDivisionError):
+        write_checkpoint(tmp_path, model="qwen3-moe")
+    assert digests(tmp_path) == digests(checkpoint)
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", *SHAPES])
+@pytest.mark.parametrize("name", ["", "file", "/proc/x", "a" * 300, ".", "weights"])
+def test_a_folder_that_cannot_be_written_is_one_line(name: str, model: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "config.json").mkdir()
+    write_shape(tmp_path / "weights", "deepseek-v3-shape")
+    (tmp_path / "weights" / "model.safetensors").mkdir()
+    code, said = command(str(tmp_path / name) if name else "", "--model", model)
+    assert code == 1 and said.startswith("ep-backend: ") and said.count("\n") == 1

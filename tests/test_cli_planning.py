@@ -1,6 +1,7 @@
 """plan, lint, explain, diff and schema from the command line: exit status, and how quickly they start."""
 
 import json
+import os
 import re
 import resource
 import subprocess
@@ -138,3 +139,17 @@ def test_cold_start_is_quick_and_imports_no_torch(command: str) -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.stderr.strip() == "[]"
     assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 0.8
+
+
+def test_a_terminal_without_the_letter_gets_an_escape(tmp_path: Path) -> None:
+    file = tmp_path / "emoji.yaml"
+    file.write_text("name: a\ntopology: {device: \U0001f600}\nmodel: {preset: deepseek-v3}\nroles: {}\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "ep_backend", "lint", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 1 and done.stderr == ""
+    assert r"topology.device: is \U0001f600, must be cuda or cpu" in done.stdout.replace('"', "")

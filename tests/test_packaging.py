@@ -154,6 +154,8 @@ def bootstrap(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     script = runpy.run_path(str(ROOT / "ep"))
     made: list[str] = []
     monkeypatch.setattr(script["Environment"], "ensure", lambda self: made.append(self.folder.name))
+    monkeypatch.setattr(script["Environment"], "complete", lambda self: self.folder.name in made)
+    monkeypatch.setitem(script["main"].__globals__, "refuse_faulty", lambda program, file: None)
     monkeypatch.setattr(os, "execv", lambda program, words: None)
     monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if name != "EP_SGLANG_PYTHON"})
 

@@ -68,7 +68,7 @@ def test_a_whole_file(load):
         ({"agent_port": 70000}, "agent_port: 70000: Input should be less than or equal to 65535$"),
         ({"max_tokens": {"direct": True}}, "max_tokens.direct: true: Input should be a valid integer$"),
         ({"max_tokens": {"direct": 10**21}}, "max_tokens.direct: 10{21}: Input should be less than or equal to 16777215$"),
-        ({"gpus_per_node": 10**13}, "gpus_per_node: 10{13}: Input should be less than or equal to 2147483647$"),
+        ({"gpus_per_node": 10**13}, "gpus_per_node: 10{13}: Input should be less than 2147483648$"),
         ({"agent_key": "schlüssel"}, "agent_key: \\*\\*\\*: String should match pattern .*"),
         ({"agent_key": "a\nb"}, "agent_key: \\*\\*\\*: String should match pattern .*"),
         ({"agent_host": "a b"}, 'agent_host: "a b": String should match pattern .*'),

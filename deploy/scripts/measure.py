@@ -250,7 +250,8 @@ def compare(ours: Path, own: Path) -> None:
         for count, step in _steps(entry).items():
             print(f"{mode}, {count} sequences a rank: step {step:.3f} ms, the engine's own {its_steps[count]:.3f} ms")
         for count, one in _profiles(entry).items():
-            for key, unit in (("us_a_layer", "us of all-to-all a layer"), ("step_us", "us a step")):
+            parts = {"us_a_layer": "us of all-to-all a layer", "step_us": "us a step", "graph_us": "us of them in its graph"}
+            for key, unit in parts.items():
                 found, other = (each.get(key) for each in (one, its_profiles[count]))
                 print(f"{mode}, {count} sequences a rank, in CUDA graphs: {found} {unit}, the engine's own {other}")
 

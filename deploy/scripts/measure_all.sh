@@ -16,10 +16,10 @@ cp .bundle/reference-*.json "$results" 2>/dev/null
 # DeepSeek-V3 (-wide) comes last: the small one's profiles tell whether there is any. SGLang takes 200 to 250 s to start with that
 # one while DeepGEMM compiles; its next run on the machine finds that in ~/.cache/deep_gemm, which can be carried.
 runs="
-vllm-ours            200 timing deploy/h200x2-vllm-decode.yaml --modes low_latency,hybrid
+vllm-ours            225 timing deploy/h200x2-vllm-decode.yaml --modes low_latency,hybrid
 vllm-decode          115 equality deploy/h200x2-vllm-decode.yaml --modes low_latency,hybrid
 vllm-dbo             120 equality deploy/h200x2-vllm-dbo.yaml --modes low_latency,hybrid --profile
-vllm-own             125 timing deploy/h200x2-vllm-decode.yaml --baseline
+vllm-own             140 timing deploy/h200x2-vllm-decode.yaml --baseline
 sglang-tbo           110 equality deploy/h200x2-sglang-tbo.yaml --profile
 sglang-hybrid        160 equality deploy/h200x2-sglang.yaml --modes hybrid
 vllm-eager           110 equality deploy/h200x2-vllm-decode.yaml --modes low_latency,hybrid --set enforce-eager=true

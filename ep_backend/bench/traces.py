@@ -78,7 +78,8 @@ def all_to_all(kernels: list[dict[str, Any]], layers: int | None = None) -> dict
 
 
 def steps(kernels: list[dict[str, Any]], layers: int) -> dict[str, Any] | None:
-    """Of steps in CUDA graphs, medians: us from one's begin to the next's, and its all-to-all by its ``layers`` with experts.
+    """Of steps in CUDA graphs, medians: us from one's begin to the next's, those of them in which its graph ran, and its
+    all-to-all by its ``layers`` with experts.
 
     The kernels of one launch of a graph have one correlation. None if there are not two launches.
     """
@@ -90,6 +91,7 @@ def steps(kernels: list[dict[str, Any]], layers: int) -> dict[str, Any] | None:
     begins = sorted(min(kernel["ts"] for kernel in launch) for launch in found)
     if len(begins) < 2:
         return None
+    ran = [max(k["ts"] + k["dur"] for k in launch) - min(k["ts"] for k in launch) for launch in found]
     names = _names(kernels)
     spent = [[k["dur"] / layers for k in launch if k["name"] in names] for launch in found]
     combines = [[k["dur"] / layers for k in launch if k["name"] in names and COMBINES.search(k["name"])] for launch in found]
@@ -97,6 +99,7 @@ def steps(kernels: list[dict[str, Any]], layers: int) -> dict[str, Any] | None:
     return {
         "steps": len(found),
         "step_us": round(statistics.median(after - before for before, after in pairwise(begins)), 1),
+        "graph_us": round(statistics.median(ran), 1),
         "us_a_layer": round(total, 2),
         "combine_us_a_layer": round(combine, 2),
     }

@@ -40,7 +40,8 @@ def fail(error: Exception) -> typer.Exit:
 
 @app.command()
 def checkpoint(
-    out: Annotated[Path, typer.Argument(help="the folder to write", show_default=False)],
+    # No Path, which would take an empty word for the current folder.
+    out: Annotated[str, typer.Argument(help="the folder to write: new, empty, or of an earlier run", show_default=False)],
     seed: Annotated[int, typer.Option(help="the same seed writes the same bytes", min=0)] = 0,
     model: Annotated[
         Literal["deepseek-v3", "qwen3-moe", "deepseek-v3-100m", "deepseek-v3-shape", "deepseek-v3-shape-fp8"],
@@ -48,17 +49,21 @@ def checkpoint(
     ] = "deepseek-v3",
 ) -> None:
     """Write a small random checkpoint with tokenizer and chat template."""
-    from ep_backend.checkpoint import write_checkpoint, write_shape
+    from ep_backend.checkpoint import FolderRefused, write_checkpoint, write_shape
 
-    if model == "deepseek-v3-shape" or model == "deepseek-v3-shape-fp8":
-        write_shape(out, model)
-        print(f"{out}: {model}, without weights")
-        return
     try:
-        parameters = write_checkpoint(out, seed, model)
+        if not out:
+            raise FolderRefused("OUT is empty, must name a folder; `.` is the current one")
+        if model == "deepseek-v3-shape" or model == "deepseek-v3-shape-fp8":
+            write_shape(Path(out), model)
+            facts = "without weights"
+        else:
+            facts = f"{write_checkpoint(Path(out), seed, model) / 1e6:.2f} M parameters, seed {seed}"
+    except FolderRefused as error:
+        raise fail(error) from None
     except OSError as error:
         raise fail(OSError(f"{out} cannot be written: {error.strerror}; choose another folder")) from None
-    print(f"{out}: {model}, {parameters / 1e6:.2f} M parameters, seed {seed}")
+    print(f"{out}: {model}, {facts}")
 
 
 @app.command()

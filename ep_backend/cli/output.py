@@ -37,7 +37,8 @@ def guarded_output() -> Iterator[None]:
         sys.stdout = io.TextIOWrapper(
             raw,
             encoding=given.encoding,
-            errors=given.errors,
+            # What the terminal's encoding lacks is told as an escape.
+            errors="backslashreplace" if given.errors == "strict" else given.errors,
             line_buffering=given.line_buffering,
             write_through=given.write_through,
         )

@@ -129,9 +129,10 @@ def migrate(
 
 def _text(path: Path) -> str:
     from ep_backend.deployment.migrate.notes import Unmovable
+    from ep_backend.files import read_text
 
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except OSError as error:
         raise Unmovable(f"{path} cannot be read: {error.strerror}; give a shell script or a manifest") from None
     except UnicodeDecodeError:

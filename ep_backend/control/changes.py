@@ -5,6 +5,7 @@ from typing import Any
 from ep_backend.control.models import Action, Change
 from ep_backend.deployment import changes as classes
 from ep_backend.deployment.schema import Deployment, ModeName, RoleName
+from ep_backend.deployment.spelling import visible
 
 
 def changes(old: Deployment, new: Deployment) -> list[Change]:
@@ -43,4 +44,4 @@ def _action(change: classes.Change) -> Action:
 
 
 def _shown(value: Any) -> str:
-    return "none" if value is None else str(value)
+    return "none" if value is None else visible(str(value))

@@ -52,6 +52,10 @@ class ControlClient:
         )
 
     def ask(self, prompt: str, max_tokens: int) -> str:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise ControlFailed("the prompt is no text in UTF-8; send it in that encoding") from None
         body = {"prompt": prompt, "max_tokens": max_tokens}
         return self._ask(Answer, "POST", "/v1/ask", json=body, timeout=300.0 + MARGIN_S).answer
 

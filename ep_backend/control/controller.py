@@ -251,8 +251,8 @@ class Controller:
     def _file_drift(self) -> tuple[list[Change], str | None]:
         try:
             return changes(self.running, load(self._file).deployment), None
-        except DeploymentError as error:
-            return [], str(error)
+        except Exception as error:  # whatever the file has become, the ranks go on and can be asked
+            return [], str(error) if isinstance(error, DeploymentError) else f"{type(error).__name__}: {error}"
 
     @asynccontextmanager
     async def _only_change(self) -> AsyncIterator[None]:

@@ -7,8 +7,10 @@ from typing import Annotated, Any
 
 import httpx
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
+from pydantic import AfterValidator
 
 from ep_backend.control.audit import Audit
 from ep_backend.control.controller import Busy, Controller, NeedsRestart, NotAllowed, Restart, RestartFailed
@@ -19,7 +21,7 @@ from ep_backend.deployment.client import chat
 from ep_backend.deployment.load import Loaded
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.state import RunState
-from ep_backend.serving import Background, is_loopback, needs_key, require_key
+from ep_backend.serving import Background, is_loopback, needs_key, require_key, url_host
 from ep_backend.values import Positive
 
 PAGE = Path(__file__).with_name("page.html")
@@ -28,6 +30,15 @@ PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'"
 )
 FILE_BYTES = 1_000_000
+
+
+def _in_utf8(text: str) -> str:
+    """JSON can spell half of a character; nothing here could pass it on."""
+    text.encode()
+    return text
+
+
+Text = Annotated[str, AfterValidator(_in_utf8)]
 DryRun = Annotated[bool, Query(description="say what would happen, after asking every rank; change nothing")]
 
 
@@ -43,7 +54,7 @@ def make_app(controller: Controller, state: Callable[[], RunState], audit: Audit
     app = FastAPI(title="ep_backend control service", version="1")
     if is_loopback(host):
         # A page from elsewhere must not reach this service under a name of its own.
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=["localhost", "127.0.0.1", "[::1]", host])
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=["localhost", "127.0.0.1", "[::1]", url_host(host)])
     _explain_errors(app)
 
     @app.get("/", include_in_schema=False)
@@ -70,7 +81,7 @@ def make_app(controller: Controller, state: Callable[[], RunState], audit: Audit
 
     @api.post("/v1/roles/{role}/mode")
     async def set_mode(
-        request: Request, role: str, mode: Annotated[str, Body(embed=True)], dry_run: DryRun = False
+        request: Request, role: str, mode: Annotated[Text, Body(embed=True)], dry_run: DryRun = False
     ) -> FlipResult:
         """Flip a role inside its family, on every rank at the same step or on none."""
         async with noted(request, "dry run of a flip" if dry_run else "flip", f"{role} to {mode}"):
@@ -88,7 +99,7 @@ def make_app(controller: Controller, state: Callable[[], RunState], audit: Audit
             return await controller.apply(text, dry_run, restart)
 
     @api.post("/v1/ask")
-    def ask(prompt: Annotated[str, Body()], max_tokens: Annotated[Positive, Body()] = 32) -> Answer:
+    def ask(prompt: Annotated[Text, Body()], max_tokens: Annotated[Positive, Body()] = 32) -> Answer:
         """Send one prompt through the deployment, as a client would."""
         return Answer(answer=chat(state(), prompt, max_tokens))
 
@@ -130,6 +141,11 @@ def _explain_errors(app: FastAPI) -> None:
         def handle(_: Request, error: Exception) -> JSONResponse:
             code, more = reply(error)
             return JSONResponse({"detail": str(error), **more}, code)
+
+    @app.exception_handler(RequestValidationError)
+    def explain(_: Request, error: RequestValidationError) -> JSONResponse:
+        """Without the values given: not every one can be sent back, as half of a surrogate pair."""
+        return JSONResponse({"detail": [{key: fault[key] for key in ("loc", "msg")} for fault in error.errors()]}, 422)
 
     answers(Busy, lambda _: (409, {}))
     answers(NotAllowed, lambda error: (422, {"allowed": error.allowed}))

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from ep_backend.deployment import interpreters
 from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.schema import Deployment
+from ep_backend.serving import family_of, is_foreign, url_host
 
 
 def check_startable(deployment: Deployment) -> list[Problem]:
@@ -25,10 +26,11 @@ def _check_sglang(deployment: Deployment) -> Iterator[Problem]:
     if roles:
         try:
             python, _ = interpreters.sglang()
+            has_router = deployment.roles.unified is not None or interpreters.has_sglang_router(python)
         except interpreters.NoInterpreter as error:
             yield Problem(("roles", roles[0][0], "engine"), f"is sglang, but {error}", error.fix, "EP013")
             return
-        if deployment.roles.unified is None and not interpreters.has_sglang_router(python):
+        if not has_router:
             what = f"are a pair of sglang, but {python} has no sglang_router to stand before it"
             yield Problem(("roles",), what, f"{python} -m pip install sglang-router", "EP013")
     for name, role in roles:
@@ -54,20 +56,22 @@ def _check_namespaces(deployment: Deployment) -> Iterator[Problem]:
 
 
 def _check_ports_free(deployment: Deployment) -> Iterator[Problem]:
-    """The ports that clients use must be free, and not the same, before anything is loaded."""
+    """The addresses that clients use must be this machine's, and their ports free and not the same."""
     router, control = deployment.router, deployment.control
     wanted = (("router", router.host, router.port), ("control", control.host, control.port))
     with ExitStack() as held:
         for part, host, port in wanted:
-            if port is None:
-                continue
-            probe = held.enter_context(socket.socket())
+            probe = held.enter_context(socket.socket(family_of(host)))
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((host, port))
+                probe.bind((host, port or 0))
                 probe.listen()
             except OSError as error:
-                what = f"{host}:{port} cannot be listened on ({error.strerror})"
+                if is_foreign(error):
+                    what = f"is {host}, which is no address of this machine ({error.strerror})"
+                    yield Problem((part, "host"), what, "give one of its own, as 127.0.0.1 or 0.0.0.0", "EP013")
+                    continue
+                what = f"{url_host(host)}:{port} cannot be listened on ({error.strerror})"
                 if part == "control" and port == router.port:
                     what = f"{port} is the router's port too"
                 yield Problem((part, "port"), what, "stop what uses it, or choose another port", "EP014")

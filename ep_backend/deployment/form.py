@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from ep_backend.deployment.changes import HIDDEN, SECRET
+from ep_backend.deployment.document import Place
 from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.schema import PATTERNS, Deployment
 from ep_backend.deployment.spelling import in_yaml, one_of
 from ep_backend.errors import did_you_mean
-
-Place = tuple[int | str, ...]
 
 # What a value must be, by pydantic's type of error; bounds, choices and patterns are filled in.
 KINDS = {
@@ -37,15 +37,15 @@ APART = ("name", "router", "control")
 
 def problems_of(faults: Sequence[ErrorDetails]) -> list[Problem]:
     """One problem a mistake: a misspelt key is not told again as a missing one."""
-    unknown = [_place(fault) for fault in faults if fault["type"] == "extra_forbidden"]
-    missing = {_place(fault) for fault in faults if fault["type"] == "missing"}
+    unknown = [place_of(fault) for fault in faults if fault["type"] == "extra_forbidden"]
+    missing = {place_of(fault) for fault in faults if fault["type"] == "missing"}
     replaced = {place: lacking for place in unknown if (lacking := _lacking(place, unknown, missing))}
     return [
         Problem(place, "unknown key", f"did you mean `{replaced[place][-1]}`, which is missing?", "EP002")
-        if (place := _place(fault)) in replaced
+        if (place := place_of(fault)) in replaced
         else _problem(fault)
         for fault in faults
-        if _place(fault) not in replaced.values()
+        if place_of(fault) not in replaced.values()
     ]
 
 
@@ -88,7 +88,9 @@ def _may_follow(place: Place, fault: Place) -> bool:
 
 
 def _problem(fault: ErrorDetails) -> Problem:
-    place, kind, given = _place(fault), fault["type"], fault["input"]
+    place, kind, given = place_of(fault), fault["type"], fault["input"]
+    if given and place and SECRET.search(str(place[-1])):
+        given = HIDDEN
     context = fault.get("ctx", {})
     if kind == "extra_forbidden":
         return Problem(place, "unknown key", _known_here(place), "EP002")
@@ -160,7 +162,8 @@ def _is_required(place: Place) -> bool:
     return field is not None and field.is_required()
 
 
-def _place(fault: ErrorDetails) -> Place:
+def place_of(fault: ErrorDetails) -> Place:
+    """Where the file has it."""
     return tuple(part for part in fault["loc"] if part != "[key]")
 
 

@@ -16,7 +16,7 @@ from ep_backend.deployment.processes import free_ports
 from ep_backend.deployment.rank_settings import rank_settings
 from ep_backend.deployment.schema import Deployment, Role, RoleName
 from ep_backend.deployment.words import flag_words
-from ep_backend.serving import is_loopback
+from ep_backend.serving import base_url, is_loopback
 
 SETTINGS_VARIABLE = "EP_BACKEND_SETTINGS"
 BOOTSTRAP = "--disaggregation-bootstrap-port"
@@ -62,7 +62,7 @@ def router_instance(deployment: Deployment, engines: list[Instance]) -> Instance
     command += ["--decode", bases["decode"], "--host", host, "--port", str(port), "--policy", "round_robin"]
     # A retry would repeat a request whose engine has just died, and hide that.
     command += ["--disable-retries", "--prometheus-port", str(free_ports(1))]
-    return Instance("router", None, command, health=f"http://{host}:{port}/{health}")
+    return Instance("router", None, command, health=f"{base_url(host, port)}/{health}")
 
 
 def role_instances(deployment: Deployment, name: RoleName, role: Role, folder: Path) -> list[Instance]:
@@ -76,7 +76,7 @@ def role_instances(deployment: Deployment, name: RoleName, role: Role, folder: P
             name,
             command,
             site.envs[node],
-            health=None if node else f"http://{site.host}:{site.port}/health",
+            health=None if node else f"{base_url(site.host, site.port)}/health",
             agents=[] if node else site.agents,
             namespace=site.spaces[node],
         )
@@ -105,7 +105,7 @@ def _site(deployment: Deployment, name: RoleName, role: Role, folder: Path) -> _
     if spaces[0]:
         host = agent_hosts[0]
     node_of = [rank * role.nodes // role.ep_size for rank in range(role.ep_size)]
-    agents = [f"http://{agent_hosts[node]}:{agent_port + rank}" for rank, node in enumerate(node_of)]
+    agents = [base_url(agent_hosts[node], agent_port + rank) for rank, node in enumerate(node_of)]
     envs = []
     for node, agent_host in enumerate(agent_hosts):
         settings = folder / f"{name}-node{node}.json"

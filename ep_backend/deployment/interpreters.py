@@ -1,6 +1,7 @@
 """The Python that runs an engine: this one, or for SGLang that of an environment of its own."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -27,15 +28,36 @@ def sglang() -> tuple[str, str]:
         if version is None:
             raise NoInterpreter("this environment has no SGLang")
         return sys.executable, version
-    try:
-        done = subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, timeout=TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoInterpreter(f"{SGLANG_PYTHON}={python} cannot be run ({error})") from None
+    done = _ask(python, "-c", VERSIONS)
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
         raise NoInterpreter(f"{SGLANG_PYTHON}={python} has not all it needs ({reason[0]})")
-    return python, done.stdout.split()[0].split("+")[0]
+    try:
+        return python, version_in(done.stdout)
+    except ValueError as error:
+        raise NoInterpreter(f"{SGLANG_PYTHON}={python} is no Python ({error})") from None
+
+
+def version_in(answer: str) -> str:
+    """SGLang's version, without its build, in what VERSIONS printed. Raises ValueError."""
+    found = re.fullmatch(r"(\d[^\s+]*)(\+\S+)? \d\S*\n", answer)
+    if found is None:
+        raise ValueError(f"asked for two versions, it printed {answer[:40]!r}")
+    return found[1]
 
 
 def has_sglang_router(python: str) -> bool:
-    return subprocess.run([python, "-P", "-c", ROUTER], timeout=TIMEOUT_S, capture_output=True).returncode == 0
+    """Raises NoInterpreter."""
+    return _ask(python, "-P", "-c", ROUTER).returncode == 0
+
+
+def _ask(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    named = f"{SGLANG_PYTHON}={python}" if SGLANG_PYTHON in os.environ else python
+    try:
+        return subprocess.run(
+            [python, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise NoInterpreter(f"{named} did not answer in {TIMEOUT_S} s") from None
+    except OSError as error:
+        raise NoInterpreter(f"{named} cannot be run ({error})") from None

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from ep_backend.deployment.spelling import visible
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -30,10 +32,14 @@ class Finding:
 
     @property
     def subject(self) -> str:
-        return f"{self.name}: {self.problem.what}" if self.name else self.problem.what
+        return visible(f"{self.name}: {self.problem.what}" if self.name else self.problem.what)
+
+    @property
+    def fix(self) -> str:
+        return visible(self.problem.fix)
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}:{self.column}: {self.subject}; {self.problem.fix} [{self.problem.code}]"
+        return f"{self.file}:{self.line}:{self.column}: {self.subject}; {self.fix} [{self.problem.code}]"
 
 
 class DeploymentError(Exception):

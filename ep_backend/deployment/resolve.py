@@ -7,7 +7,8 @@ from typing import Any
 
 from ep_backend.deployment.presets import models, topologies
 from ep_backend.deployment.schema import Deployment, Model, Role, Topology
-from ep_backend.plan.model import ModelShape, model_shape
+from ep_backend.files import read_text
+from ep_backend.plan.model import EXPERTS, ModelShape, model_shape
 
 
 class ModelUnknown(Exception):
@@ -25,7 +26,7 @@ def topology(given: Topology) -> Topology:
     return preset.model_copy(update=own)
 
 
-def model_config(model: Model) -> dict[str, Any]:
+def _model_config(model: Model) -> dict[str, Any]:
     """The model's config.json, or its preset's, with the file's own numbers over it. Raises ModelUnknown."""
     if model.path is not None:
         config = _read_config(model.path / "config.json")
@@ -33,7 +34,7 @@ def model_config(model: Model) -> dict[str, Any]:
         config = dict(models()[model.preset])
     else:
         raise ModelUnknown("has neither path nor preset")
-    experts = next((key for key in ("n_routed_experts", "num_experts", "num_local_experts") if config.get(key)), None)
+    experts = next((key for key in EXPERTS if config.get(key)), None)
     if experts is None:
         raise ModelUnknown(f"{model.path} has no n_routed_experts, so the model has no experts to spread")
     keys = {
@@ -49,10 +50,14 @@ def model_config(model: Model) -> dict[str, Any]:
 def shape_of(model: Model) -> ModelShape:
     """The model's shape. Raises ModelUnknown."""
     try:
-        shape = model_shape(model_config(model))
+        shape = model_shape(_model_config(model))
     except ValueError as error:
         raise ModelUnknown(f"{model.path or model.preset} is no config of a mixture of experts: {error}") from None
-    return shape if model.moe_layers is None else replace(shape, moe_layers=model.moe_layers)
+    if model.moe_layers is None:
+        return shape
+    if model.moe_layers > shape.layers:
+        raise ModelUnknown(f"{model.path or model.preset} has {shape.layers} layers, but moe_layers is {model.moe_layers}")
+    return replace(shape, moe_layers=model.moe_layers)
 
 
 @dataclass(frozen=True)
@@ -92,11 +97,13 @@ def limited_as_grouped(shape: ModelShape, group: Group, redundant: int) -> bool:
 
 def _read_config(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(read_text(file))
     except OSError as error:
         raise ModelUnknown(f"{file} cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise ModelUnknown(f"{file} is not JSON ({error})") from None
+    except RecursionError:
+        raise ModelUnknown(f"{file} is nested too deeply to be read") from None
     if not isinstance(config, dict):
         raise ModelUnknown(f"{file} holds no mapping")
     return config

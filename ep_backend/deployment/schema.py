@@ -35,7 +35,7 @@ PATTERNS = {
     NAME: "1 to 63 of a-z, 0-9, `.`, `_` and `-`, the first a letter or digit",
     ENV_NAME: "letters, digits and `_`, the first no digit",
     HOST: "a host name or an address",
-    KEY: "printable ASCII characters, with no space at the ends",
+    KEY: "visible ASCII characters, for it travels in an HTTP header",
     HCA: "a device such as mlx5_0, or mlx5_0:1 with its port",
     MOUNT: "a path that begins with `/` and does not end with it",
     NAMESPACE: "1 to 63 of a-z, 0-9 and `-`, the first and last a letter or digit",
@@ -232,7 +232,7 @@ def _with_key(mapping: JsonValue | None, path: list[str], value: JsonValue) -> J
 
 def _parsed(value: JsonValue) -> JsonValue:
     if isinstance(value, str) and value.lstrip().startswith("{"):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             parsed: JsonValue = json.loads(value)
             return parsed
     return value
@@ -240,7 +240,7 @@ def _parsed(value: JsonValue) -> JsonValue:
 
 def whole_number(value: JsonValue | None) -> int | None:
     """A number, also as the engines accept it in words: "8192", "8k" (8000), "8K" (8192)."""
-    if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", value)):
+    if isinstance(value, str) and (found := re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)([kKmMgG]?)", value)):
         return int(float(found[1]) * SUFFIXES[found[2]])
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 

@@ -18,7 +18,17 @@ def in_yaml(value: object) -> str:
     text = out.getvalue().removesuffix("...\n").rstrip("\n")
     if "\n" in text:
         text = json.dumps(plain, ensure_ascii=False)
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
+    text = visible(text)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def visible(text: str) -> str:
+    """The text with escapes for what a terminal would not show, or would obey: control characters, changes of direction."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def one_of(words: Sequence[str]) -> str:

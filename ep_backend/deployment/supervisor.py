@@ -35,7 +35,7 @@ from ep_backend.deployment.processes import (
 from ep_backend.deployment.schema import Deployment, RoleName
 from ep_backend.deployment.state import InstanceState, RunState, remove_state, run_dir, write_state
 from ep_backend.errors import OutputLost
-from ep_backend.serving import Background
+from ep_backend.serving import Background, base_url
 
 POLL_S = 0.5
 
@@ -82,7 +82,7 @@ class Supervisor:
             pid=os.getpid(),
             start_ticks=start_ticks(os.getpid()) or 0,
             started_at=time.time(),
-            url=f"http://{router.host}:{router.port}",
+            url=base_url(router.host, router.port),
             served_name=deployment.model.served_name,
             key=deployment.control.key,
         )
@@ -127,7 +127,7 @@ class Supervisor:
                     stack.enter_context(namespaces(spaces))
             except (ValueError, OSError) as error:
                 raise DeploymentError([str(error)]) from None
-            self.state.control_url = f"http://{self.deployment.control.host}:{service.port}"
+            self.state.control_url = base_url(self.deployment.control.host, service.port)
             yield
 
     def _start(self) -> None:

@@ -93,8 +93,12 @@ class Fabric(Protocol):
     def uses(self, *tensors: torch.Tensor | None) -> None:
         """The current stream uses tensors that another one allocated: their memory is not given away before it has."""
 
-    def refuse(self, lane: int, epoch: int, reason: str) -> None:
-        """Tell every peer that this rank will not take part in the lane's epoch."""
+    def refuse(self, rounds: list[tuple[int, int]], reason: str, *, astray: bool = False) -> None:
+        """Tell every peer that this rank will not take part in these epochs of lanes. ``astray``: one was meant, nobody knows
+        which, and all are used up."""
+
+    def astray(self, lane: int, epoch: int) -> bool:
+        """Has a peer used the epoch up so?"""
 
     def capturing(self) -> bool:
         """Whether the caller's work is being captured in a CUDA graph."""

@@ -38,6 +38,8 @@ class Meeting:
         group = group if group is not None else dist.group.WORLD
         if group is None:
             raise RuntimeError("torch.distributed has no process group; call init_process_group first (gloo suffices)")
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("this process is not in the group; only its ranks make the buffer, all of them")
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))

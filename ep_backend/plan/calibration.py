@@ -10,16 +10,19 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ep_backend import layout
+from ep_backend.files import read_text
 from ep_backend.layout import Payload
 from ep_backend.modes import Mode
 
 Op = Literal["dispatch", "combine"]
 OPS: tuple[Op, ...] = ("dispatch", "combine")
+MOST = 1e18
+MEASURED_BYTES = 64 << 20
 
 
 class _Strict(BaseModel):
@@ -112,12 +115,17 @@ def fit(points: Sequence[tuple[float, float]]) -> Fit:
     return Fit(fixed, 1e-3 / slope, sum(errors) / len(errors), max(errors))
 
 
-class BenchTime(BaseModel):
-    """One operation of a bench row."""
+Count = Annotated[float, Field(strict=True, ge=0, le=MOST)]
 
-    p50_us: float = Field(gt=0)
-    remote_bytes: float = Field(ge=0, description="what a rank sent to other GPUs")
-    scale_out_bytes: float | None = Field(default=None, ge=0, description="the part to other nodes, where there are several")
+
+class BenchTime(BaseModel):
+    """One operation of a bench row. Sums of squares of numbers in these bounds are finite, and not 0."""
+
+    p50_us: float = Field(ge=1e-3, le=1e12)
+    remote_bytes: float = Field(ge=0, le=MOST, description="what a rank sent to other GPUs")
+    scale_out_bytes: float | None = Field(
+        default=None, ge=0, le=MOST, description="the part to other nodes, where there are several"
+    )
 
 
 class BenchRow(BaseModel):
@@ -131,7 +139,7 @@ class BenchRow(BaseModel):
 
     @property
     def nodes(self) -> int:
-        return self.ranks // (self.gpus_per_node or self.ranks)
+        return max(1, self.ranks // (self.gpus_per_node or self.ranks))
 
 
 def recalibrated(base: Calibration, bench: Path) -> Calibration:
@@ -162,7 +170,7 @@ def _failed(text: str) -> bool:
     """Is it the line of a case that failed?"""
     try:
         row = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(row, dict) and "error" in row
 
@@ -179,7 +187,7 @@ def _line(key: tuple[Mode, Op, int], points: Sequence[tuple[float, float]], benc
 
 def _numbered_lines(file: Path) -> Iterable[tuple[int, str]]:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file, MEASURED_BYTES)
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror}); give the JSON lines of `ep-backend bench`") from None
     return [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
@@ -193,17 +201,22 @@ def _mean(weights: Sequence[float], values: Sequence[float]) -> float:
     return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
 
 
+class Histogram(BaseModel):
+    """Expert load: one row a layer, or one row alone."""
+
+    expert_counts: list[list[Count]] | list[Count]
+
+
 def read_counts(file: Path) -> list[list[float]]:
     """A histogram of expert load: {"expert_counts": [[...], ...]}, one row a layer, or one row alone. ValueError if not."""
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-        rows = document["expert_counts"]
-        rows = rows if isinstance(rows[0], list) else [rows]
-        counts = [[float(count) for count in row] for row in rows]
+        given = Histogram.model_validate_json(read_text(file, MEASURED_BYTES)).expert_counts
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, IndexError):
-        raise ValueError(f'{file} is no histogram of expert load: {{"expert_counts": [[...], ...]}}') from None
-    if any(len(row) != len(counts[0]) or min(row) < 0 or not sum(row) for row in counts):
+    except ValidationError:
+        form = f'{{"expert_counts": [[...], ...]}} with numbers from 0 to {MOST:g}'
+        raise ValueError(f"{file} is no histogram of expert load: {form}") from None
+    counts = [row for row in given if isinstance(row, list)] or [[count for count in given if isinstance(count, float)]]
+    if any(len(row) != len(counts[0]) or not sum(row) for row in counts):
         raise ValueError(f"{file}: every row of expert_counts needs the same length and counts from 0, not all 0")
     return counts

@@ -19,6 +19,10 @@ from ep_backend.deployment.schema import Deployment, RoleName
 from ep_backend.deployment.state import InstanceState, RunState
 from tests.control.instance import Instance
 
+CONFIG = {
+    **{"hidden_size": 512, "num_hidden_layers": 2, "n_routed_experts": 16, "num_experts_per_tok": 4},
+    **{"moe_intermediate_size": 64, "num_attention_heads": 4},
+}
 KEY = "correct horse"
 FILE = """\
 name: test
@@ -68,7 +72,7 @@ def service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
 @contextmanager
 def _running(folder: Path, text: str, roles: dict[str, Instance]) -> Iterator[Service]:
     (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps({"n_routed_experts": 16}))
+    (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
     file = folder / "deployment.yaml"
     file.write_text(text)
     loaded = load(file)

@@ -206,3 +206,34 @@ def test_requests_wait_while_a_role_restarts(workplace: Workplace) -> None:
     assert code == 0 and "decode: restarted" in output, output
     assert {code for code, _ in answers} == {200}
     assert max(seconds for _, seconds in answers) > 0.5  # that is how long a fake engine takes to load
+
+
+def test_addresses_of_ipv6(workplace: Workplace) -> None:
+    """Router, control service and agents; their URLs need brackets."""
+    edit(workplace, "router: {", 'control: {host: "::1"}\nrouter: {host: "::1", ')
+    file = str(workplace.file)
+    code, output = workplace.run("up", file, "--detach")
+    assert code == 0 and "at http://[::1]:" in output, output
+    now = status(workplace)
+    assert all(rank["error"] is None and "//[::1]:" in rank["agent"] for role in now["roles"] for rank in role["ranks"])
+    code, output = workplace.run("ask", file, "hello")
+    assert code == 0, output
+
+
+def test_a_prompt_that_is_no_text(workplace: Workplace) -> None:
+    file = str(workplace.file)
+    assert workplace.run("up", file, "--detach")[0] == 0
+    code, output = workplace.run("ask", file, os.fsdecode(b"\xff\xfe"))
+    assert code == 1 and output.startswith("ep-backend: no answer: the prompt is no text in UTF-8; send it in that"), output
+
+
+def test_a_host_that_is_not_here_is_named(workplace: Workplace) -> None:
+    for host in ("nosuch.example.invalid", "203.0.113.7", "2001:db8::7"):
+        text = workplace.file.read_text()
+        edit(workplace, "router: {", f'control: {{host: "{host}", key: k}}\nrouter: {{host: "{host}", ')
+        code, output = workplace.run("up", str(workplace.file))
+        workplace.file.write_text(text)
+        for part in ("router", "control"):
+            assert code == 1 and f"{part}.host: is {host}, which is no address of this machine (" in output.replace('"', ""), (
+                output
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from ep_backend.control import controller
 from ep_backend.control.audit import Audit
 from ep_backend.control.service import start_service
 from ep_backend.deployment.load import load
@@ -123,6 +125,48 @@ def test_a_broken_file_is_told_not_applied(service: StartService) -> None:
     answer = control.apply(text)
     assert answer.status_code == 422 and "roles.prefill.ep.mode: is hybrid" in answer.json()["lines"][0]
     assert control.apply(FILE.replace("name: test", "name: other")).status_code == 422
+
+
+@pytest.mark.parametrize("text", ["name: 2001-13-45\n", "a: !!int x\n", "[" * 3000, "a: " + "1" * 5000, ""])
+def test_a_file_that_is_no_yaml_is_told_and_the_service_goes_on(service: StartService, text: str) -> None:
+    control = service()
+    control.file.write_text(text)
+    assert f"{control.file}:1:" in control.status()["file_error"]
+    assert control.client.get("/metrics").status_code == 200
+    assert control.apply(text).status_code == 422
+
+
+@pytest.mark.parametrize("become", ["a folder", "gone", "a pipe", "bytes"])
+def test_the_service_answers_whatever_its_file_has_become(service: StartService, become: str) -> None:
+    control = service()
+    control.file.unlink()
+    if become == "a folder":
+        control.file.mkdir()
+    elif become == "a pipe":
+        os.mkfifo(control.file)
+    elif become == "bytes":
+        control.file.write_bytes(b"\xff")
+    assert control.status()["file_error"]
+    assert control.client.get("/metrics").status_code == 200
+
+
+@pytest.mark.parametrize("route", ["/v1/ask", "/v1/roles/prefill/mode"])
+def test_half_of_a_character_is_refused(service: StartService, route: str) -> None:
+    body = '{"prompt": "\\ud800", "mode": "\\ud800"}'
+    answer = service().client.post(route, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422
+    assert "surrogates not allowed" in answer.json()["detail"][0]["msg"], answer.text
+
+
+def test_a_rule_that_fails_on_a_file_does_not_silence_the_service(
+    service: StartService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OverflowError("a number too large")
+
+    control = service()
+    monkeypatch.setattr(controller, "load", fails)
+    assert control.status()["file_error"] == "OverflowError: a number too large"
 
 
 def test_only_yaml_of_a_sane_size_is_read(service: StartService) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ep_backend.fabric.meeting import Meeting
 from tests.core import oracle
 from tests.core.pool import Outcome, World, attempt
 from tests.core.rounds import Round
@@ -146,6 +147,12 @@ BAD: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     ),
     "not a tensor": ({"x": [[0.0] * H] * T}, "TypeError", ("x", "list")),
     "ids not a tensor": ({"topk_ids": [[0] * K] * T}, "TypeError", ("topk_ids", "list")),
+    "sparse": ({"x": torch.ones(T, H).bfloat16().to_sparse()}, "TypeError", ("x is torch.sparse_coo", "to_dense")),
+    "handle of another kind": (
+        {"handle": "x", "topk_ids": None, "topk_weights": None},
+        "TypeError",
+        ("handle is a str", "earlier dispatch"),
+    ),
 }
 ONLY_HOST = {
     # On a GPU the host does not read the ids; fp32 rows are no payload there.
@@ -275,6 +282,29 @@ def test_one_rank_over_capacity_is_refused_on_all(ranks: Any, mode: str, wrong: 
                 assert f"rank {wrong} refused" in outcome.message
 
 
+def one_rank_astray(world: World, lanes: int, wrong: int) -> list[Outcome]:
+    """Rank ``wrong`` names a lane that is not there; twice, with rounds in every lane in between."""
+    found = []
+    with world.make(lanes=lanes, max_tokens={"direct": 12}, timeout_s=20.0) as buffer:
+        for turn in range(2):
+            case = oracle.make_case(turn, [4] * world.size)
+            lane: Any = ("0", 5)[turn] if world.rank == wrong else turn % lanes
+            outcome = attempt(lambda c=case, at=lane: Round(world, buffer, c, "direct", lane=at).run())  # type: ignore[misc]
+            found.append(Outcome(world.rank, outcome.kind, None, outcome.error, outcome.message))
+            for each in (*range(lanes), 0):
+                Round(world, buffer, oracle.make_case(turn + each, [3] * world.size), "direct", lane=each).run()
+    return found
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_lane_that_is_not_there_is_refused_on_all(ranks: Any, size: int, lanes: int) -> None:
+    """A rank's next call must not meet its peers' last one."""
+    for rank, turns in enumerate(ranks(size).run(one_rank_astray, lanes, 1)):
+        for error, said, outcome in zip(("TypeError", "ValueError"), ("lane='0'", "lane=5"), turns, strict=True):
+            assert outcome.error == (error if rank == 1 else "EpRefused") and said in outcome.message, outcome
+
+
 def _shifted(t: torch.Tensor, elements: int) -> torch.Tensor:
     """A contiguous copy that begins so many elements behind an aligned address."""
     at = torch.empty(t.numel() + elements, dtype=t.dtype, device=t.device)[elements:].view(t.shape)
@@ -334,6 +364,7 @@ def wrong_answers(world: World, mode: str) -> list[tuple[str, str]]:
         (y.to("meta"), {}),
         (y, {"out": out.float()}),
         (y, {"out": out[1:]}),
+        (y, {"out": out.detach().clone().requires_grad_()}),
         (y, {"return_hook": True, "async_finish": True}),
     ):
         o = attempt(lambda y=bad, m=more: buffer.combine(y, r.got.handle, **m))  # type: ignore[misc]
@@ -346,12 +377,13 @@ def wrong_answers(world: World, mode: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("mode", ["direct", "low_latency", "normal", "hybrid"])
 def test_wrong_rows_for_combine(ranks: Any, fabric: str, mode: str) -> None:
-    for dtype, shape, place, out_type, out_shape, both in ranks(2, fabric).run(wrong_answers, mode):
+    for dtype, shape, place, out_type, out_shape, gradient, both in ranks(2, fabric).run(wrong_answers, mode):
         assert dtype[0] == "TypeError" and "float32" in dtype[1] and "bfloat16" in dtype[1]
         assert shape[0] == "ValueError" and "y has shape" in shape[1]
         assert place[0] == "TypeError" and "meta" in place[1]
         assert out_type[0] == "ValueError" and "out is" in out_type[1] and "float32" in out_type[1]
         assert out_shape[0] == "ValueError" and "out is" in out_shape[1]
+        assert gradient[0] == "ValueError" and "out.detach()" in gradient[1]
         assert both[0] == "ValueError" and "exclude" in both[1]
 
 
@@ -375,3 +407,29 @@ def test_things_of_another_kind(ranks: Any) -> None:
         assert found["proposal"].error == "TypeError" and "token=1.5" in found["proposal"].message
         assert found["handle"].error == "TypeError" and "NoneType" in found["handle"].message
         assert found["weights with a gradient"].kind == "ok", found
+
+
+def late(world: World) -> list[Outcome]:
+    """What a buffer says of a routing that has changed under its handle, and of a hook that outlives it."""
+    with world.make(max_tokens={"direct": 12}) as buffer:
+        ids = base(world)["topk_ids"].clone()
+        got = buffer.dispatch(**{**base(world), "topk_ids": ids})
+        buffer.combine(got.rows, got.handle)
+        ids[0, 0] = 99
+        again = {"x": base(world)["x"], "mode": "direct", "handle": got.handle}
+        changed = attempt(lambda: buffer.dispatch(**again))
+        Round(world, buffer, oracle.make_case(0, [4] * world.size), "direct").run()
+        pending = buffer.dispatch(**base(world), return_hook=True)
+    assert pending.hook is not None
+    return [Outcome(0, o.kind, None, o.error, o.message) for o in (changed, attempt(pending.hook))]
+
+
+def test_a_routing_that_changed_and_a_hook_that_is_late(ranks: Any) -> None:
+    for changed, hook in ranks(2).run(late):
+        assert changed.error == "ValueError" and "topk_ids hold 99" in changed.message
+        assert hook.error == "EpFailed" and "the buffer was destroyed" in hook.message
+
+
+def test_a_process_outside_the_group_is_told() -> None:
+    with pytest.raises(ValueError, match="not in the group"):
+        Meeting(torch.distributed.GroupMember.NON_GROUP_MEMBER)

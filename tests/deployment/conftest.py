@@ -15,6 +15,11 @@ from ep_backend.deployment.processes import free_ports
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 
+CONFIG = {
+    **{"hidden_size": 512, "num_hidden_layers": 2, "n_routed_experts": 16, "num_experts_per_tok": 4},
+    **{"moe_intermediate_size": 64, "num_attention_heads": 4},
+}
+
 PAIR = """\
 name: {name}
 topology: {{device: cuda}}
@@ -66,7 +71,7 @@ def write_file(tmp_path: Path) -> Callable[..., Path]:
     """Writes the pair's file with replacements, beside a model of 16 experts."""
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps({"n_routed_experts": 16}))
+    (model / "config.json").write_text(json.dumps(CONFIG))
 
     def write(*replacements: tuple[str, str]) -> Path:
         text = PAIR.format(name=tmp_path.name.lower(), port=free_ports(1))

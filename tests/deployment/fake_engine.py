@@ -9,6 +9,7 @@ counts as a dispatch of every rank. A prompt of more than 100 words is refused a
 import json
 import multiprocessing
 import os
+import socket
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ def flag(name: str) -> str:
     return sys.argv[sys.argv.index(name) + 1]
 
 
-def serve(port: int, answers: dict[str, Any]) -> None:
+def serve(host: str, port: int, answers: dict[str, Any]) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path == "/status":
@@ -64,7 +65,8 @@ def serve(port: int, answers: dict[str, Any]) -> None:
             pass
 
     ThreadingHTTPServer.request_queue_size = 64  # a measurement asks many questions at once
-    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    ThreadingHTTPServer.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    ThreadingHTTPServer((host, port), Handler).serve_forever()
 
 
 def serve_rank(settings: dict[str, object], rank: int, ranks: int) -> None:
@@ -74,7 +76,7 @@ def serve_rank(settings: dict[str, object], rank: int, ranks: int) -> None:
         **{"engine": "fake", "pid": os.getpid(), "mode_desired": settings["mode"], "mode_executed": settings["mode"]},
         **{"epoch": 3, "failed": None, "modes": {settings["mode"]: counters}},
     }
-    serve(int(str(settings["agent_port"])) + rank, {"/status": status})
+    serve(str(settings["agent_host"]), int(str(settings["agent_port"])) + rank, {"/status": status})
 
 
 def end_with(processes: list[multiprocessing.Process]) -> None:
@@ -91,7 +93,7 @@ def end_with(processes: list[multiprocessing.Process]) -> None:
 
 def main() -> None:
     if Path(sys.argv[0]).name == "vllm-router":
-        serve(int(flag("--port")), {"/health": {}})
+        serve(flag("--host"), int(flag("--port")), {"/health": {}})
     if sys.argv[1] == "-c":  # asked, as a Python, for the versions of SGLang and ep-backend
         print("0.5.23 0.1.0")
         return
@@ -109,7 +111,7 @@ def main() -> None:
         threading.Thread(target=end_with, args=(processes,), daemon=True).start()
     time.sleep(float(os.environ.get("FAKE_LOADS_S", "0.5")))
     print("INFO serving", shared.name, flush=True)
-    serve(int(flag("--port")), {"/health": {}})
+    serve(flag("--host"), int(flag("--port")), {"/health": {}})
 
 
 if __name__ == "__main__":

@@ -148,7 +148,10 @@ def test_steps_in_graphs_are_told_from_what_else_ran(names: tuple[str, str]) -> 
         begin = 10_000 + 1000 * step
         kernels += [kernel("gemm", begin + 10 * n, 9, 10 + step) for n in range(30)]
         kernels += [kernel(name, begin + 300 + n, us, 10 + step) for n, name in enumerate(names * 2)]
-    assert steps(kernels, 2) == {"steps": 3, "step_us": 1000, "us_a_layer": 60, "combine_us_a_layer": 30}
+    assert steps(kernels, 2) == {
+        **{"steps": 3, "step_us": 1000, "graph_us": 333},
+        **{"us_a_layer": 60, "combine_us_a_layer": 30},
+    }
     assert steps(kernels[:30], 2) is None
     del kernels[-1]["args"]
     assert steps(kernels, 2) is not None, "a trace need not have them of all"
@@ -167,7 +170,7 @@ def test_a_trace_is_read_once_it_is_whole(tmp_path: Path) -> None:
 def test_results_are_compared(tmp_path: Path) -> None:
     for name, mode, step, us in (("ours", "low_latency", 5.0, 40.0), ("own", "allgather_reducescatter", 6.0, 90.0)):
         windows = [{"sequences_a_rank": 64, "step_ms": step + turn} for turn in (0.1, 0, 9)]
-        in_graphs = {"us_a_layer": us, "step_us": step * 1000}
+        in_graphs = {"us_a_layer": us, "step_us": step * 1000, "graph_us": step * 900}
         profiles = [{"sequences_a_rank": 64, "us_a_layer": 2 * us, "in_graphs": in_graphs}]
         profiles.append({"sequences_a_rank": 32, "us_a_layer": us, "in_graphs": None})
         entry = {"windows": windows, "profiles": profiles}
@@ -178,8 +181,10 @@ def test_results_are_compared(tmp_path: Path) -> None:
         "low_latency, 64 sequences a rank: step 5.100 ms, the engine's own 6.100 ms",
         "low_latency, 64 sequences a rank, in CUDA graphs: 40.0 us of all-to-all a layer, the engine's own 90.0",
         "low_latency, 64 sequences a rank, in CUDA graphs: 5000.0 us a step, the engine's own 6000.0",
+        "low_latency, 64 sequences a rank, in CUDA graphs: 4500.0 us of them in its graph, the engine's own 5400.0",
         "low_latency, 32 sequences a rank, in CUDA graphs: None us of all-to-all a layer, the engine's own None",
         "low_latency, 32 sequences a rank, in CUDA graphs: None us a step, the engine's own None",
+        "low_latency, 32 sequences a rank, in CUDA graphs: None us of them in its graph, the engine's own None",
     ]
 
 

@@ -1,15 +1,20 @@
 """Every fault of a file is one line with its place, value, rule and fix, found before anything is loaded."""
 
+import json
+import os
 import typing
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ep_backend.deployment.lint.report import findings_of
 from ep_backend.deployment.load import load, name_in
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.schema import ModeName, modes_of
 from ep_backend.modes import Mode
+
+from .conftest import CONFIG
 
 WriteFile = Callable[..., Path]
 
@@ -33,7 +38,7 @@ def test_the_shipped_preset_loads(tmp_path: Path) -> None:
     assert source.read_text().startswith("#")
     (tmp_path / "deploy").mkdir()
     (tmp_path / ".ep" / "checkpoint").mkdir(parents=True)
-    (tmp_path / ".ep" / "checkpoint" / "config.json").write_text('{"n_routed_experts": 16}')
+    (tmp_path / ".ep" / "checkpoint" / "config.json").write_text(json.dumps(CONFIG))
     file = tmp_path / "deploy" / "local-cpu.yaml"
     file.write_text(source.read_text())
     decode = load(file).deployment.roles.decode
@@ -154,20 +159,26 @@ def test_no_file_and_no_mapping(tmp_path: Path) -> None:
         (b"\xff\xfe\x00name", "1:1: error EP001: is not UTF-8 text: byte 0xff at position 0"),
         (b"name: a\nroles:\n\tprefill: {}\n", "indent with spaces"),
         (b"name: a\nname: b\n", "keep one"),
-        (
-            b"name: a\nroles: " + b"[" * 3000,
-            "is nested too deeply to be read; close what is open; no value here is deep [EP001]",
-        ),
-        (b"name: a\nroles: {decode: {ep: {timeout_s: .inf}}}\n", "is inf, must be a finite number"),
-        (b"name: a\nroles: {decode: {args: {x: [1, .nan]}}}\n", "is nan, must be a finite number"),
-        (b'name: "\\ud800"\n', "half of a character"),
     ],
-    ids=["bytes", "tab", "twice", "deep", "infinite", "no number", "surrogate"],
+    ids=["bytes", "tab", "twice"],
 )
 def test_text_that_is_no_yaml(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "bad.yaml").write_bytes(content)
     lines = lines_of(tmp_path / "bad.yaml")
     assert len(lines) == 1 and said.split(": ")[-1] in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("name: a\nroles: {decode: {ep: {timeout_s: .inf}}}\n", "is inf, must be a finite number"),
+        ("name: a\nroles: {decode: {args: {x: [1, .nan]}}}\n", "is nan, must be a finite number"),
+        ('name: "\\ud800"\n', "half of a character"),
+    ],
+)
+def test_values_that_yaml_alone_has(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "bad.yaml").write_text(content)
+    assert sum(said in line for line in lines_of(tmp_path / "bad.yaml")) == 1
 
 
 def test_the_name_of_a_half_edited_file(write_file: WriteFile) -> None:
@@ -182,3 +193,64 @@ def test_modes_of_the_schema_are_those_of_the_core() -> None:
     assert set(typing.get_args(ModeName)) == {"auto", *(mode.value for mode in Mode)}
     assert modes_of("prefill", "auto") == [Mode.NORMAL, Mode.DIRECT]
     assert modes_of("unified", "hybrid") == [Mode.LOW_LATENCY, Mode.HYBRID]
+
+
+CONFIGS = {
+    '"n_routed_experts": {"a": 1}': 'n_routed_experts is {"a": 1}, must be a whole number from 1 to 16777216; correct it',
+    '"hidden_size": Infinity': "hidden_size is Infinity, must be a whole number from 1",
+    '"hidden_size": null': "it has no hidden_size",
+    '"hidden_size": 512.5': "hidden_size is 512.5, must be a whole number from 1",
+    '"quantization_config": 3': "quantization_config is 3, must be a mapping",
+    '"num_experts_per_tok": null': "it has no num_experts_per_tok or num_experts_per_token",
+    '"num_experts_per_tok": 0': "num_experts_per_tok is 0, must be a whole number from 1 to 16",
+    '"num_experts_per_tok": true': "num_experts_per_tok is true, must be a whole number from 1 to 16",
+    '"num_experts_per_tok": 17': "num_experts_per_tok is 17, must be a whole number from 1 to 16",
+    '"num_hidden_layers": -3': "num_hidden_layers is -3, must be a whole number from 1",
+    '"num_hidden_layers": 1%s' % ("0" * 400): "000..., must be a whole number from 1",
+    '"num_hidden_layers": 1%s' % ("0" * 5000): "is not JSON (Exceeds the limit",
+    '"first_k_dense_replace": 2': "first_k_dense_replace is 2, must be a whole number from 0 to 1",
+    '"mlp_only_layers": 3': "mlp_only_layers is 3, must be a list of layers from 0 to 1",
+    '"mlp_only_layers": [0, 1]': "mlp_only_layers is [0, 1], must leave a layer that has experts",
+    '"n_group": 32': "n_group is 32, must be a whole number from 0 to 16",
+    '"num_attention_heads": "4"': 'num_attention_heads is "4", must be a whole number from 1',
+    '"x": ' + "[" * 100_000: "is nested too deeply to be read",
+}
+
+
+@pytest.mark.parametrize("change", CONFIGS, ids=lambda change: change[:30])
+def test_a_broken_config_of_a_model_is_one_fault_of_its_path(change: str, write_file: WriteFile) -> None:
+    """For lint and, by way of load, for up, plan, diff and render."""
+    file = write_file()
+    (file.parent / "model" / "config.json").write_text(f"{json.dumps(CONFIG)[:-1]}, {change}}}")
+    (line,) = lines_of(file)
+    assert line.startswith(f"{file}:3:9: model.path: {file.parent / 'model'}") and line.endswith("[EP011]")
+    assert CONFIGS[change] in line
+    assert [str(finding) for finding in findings_of(file)] == [line]
+
+
+def test_a_config_that_is_no_file_is_not_waited_for(write_file: WriteFile) -> None:
+    file = write_file()
+    config = file.parent / "model" / "config.json"
+    config.unlink()
+    os.mkfifo(config)
+    assert f"{config} cannot be read (not a regular file)" in lines_of(file)[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("bench", '{"mode": "normal", "ranks": 2, "dispatch": {"p50_us": 1e300}, "combine": {"p50_us": 1e-200}}'),
+        ("bench", "[" * 100_000),
+        ("expert_counts", '{"expert_counts": [[1%s, 2]]}' % ("0" * 400)),
+        ("expert_counts", '{"expert_counts": [[Infinity, 2]]}'),
+        ("expert_counts", "[" * 100_000),
+    ],
+)
+def test_a_measurement_with_numbers_that_are_none(key: str, text: str, write_file: WriteFile) -> None:
+    if key == "bench":
+        file = write_file(("{device: cuda}", "{device: cuda, bench: measured}"))
+    else:
+        file = write_file(("{path: model}", "{path: model, routing: {kind: measured, expert_counts: measured}}"))
+    (file.parent / "measured").write_text(text)
+    (line,) = lines_of(file)
+    assert f"{key}: {file.parent / 'measured'}" in line and line.endswith("see docs/plan.md [EP131]")

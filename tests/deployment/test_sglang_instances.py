@@ -128,6 +128,10 @@ def test_a_pair_without_its_router_is_told_before_loading(
     assert problem.place == ("roles",) and problem.fix == f"{sys.executable} -m pip install sglang-router"
     monkeypatch.setattr(interpreters, "ROUTER", "")
     assert check_startable(deployment) == []
+    monkeypatch.setattr(interpreters, "ROUTER", "import time; time.sleep(60)")
+    monkeypatch.setattr(interpreters, "TIMEOUT_S", 0.5)
+    (problem,) = check_startable(deployment)
+    assert f"{sys.executable} did not answer in 0.5 s" in problem.what
 
 
 def test_two_launches_on_one_machine_are_told_before_loading(unified: Callable[..., Deployment]) -> None:
@@ -175,16 +179,28 @@ def test_the_python_of_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (None, "this environment has no SGLang"),
         ("/nowhere/python", "EP_SGLANG_PYTHON=/nowhere/python cannot be run"),
         (sys.executable, "has not all it needs (importlib.metadata.PackageNotFoundError"),
+        ("", "EP_SGLANG_PYTHON= cannot be run"),
+        ("/", "EP_SGLANG_PYTHON=/ cannot be run"),
+        ("/bin/true", "EP_SGLANG_PYTHON=/bin/true is no Python (asked for two versions, it printed '')"),
+        ("/bin/echo", "EP_SGLANG_PYTHON=/bin/echo is no Python (asked for two versions, it printed '-c "),
+        ("/bin/false", "EP_SGLANG_PYTHON=/bin/false has not all it needs (status 1)"),
+        ("#!/bin/sh\nprintf '\\377'", "is no Python (asked for two versions, it printed '\ufffd')"),
+        ("#!/bin/sh\nexec sleep 60", "did not answer in 0.5 s"),
     ],
 )
 def test_no_python_of_sglang_is_told_before_loading(
-    named: str | None, said: str, unified: Callable[..., Deployment], monkeypatch: pytest.MonkeyPatch
+    named: str | None, said: str, unified: Callable[..., Deployment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deployment = unified()
     monkeypatch.undo()
+    if named and named.startswith("#!"):
+        (tmp_path / "python").write_text(named)
+        (tmp_path / "python").chmod(0o755)
+        named = str(tmp_path / "python")
+        monkeypatch.setattr(interpreters, "TIMEOUT_S", 0.5)
     monkeypatch.setattr(interpreters, "installed", lambda package: None)
     monkeypatch.setattr(interpreters, "VERSIONS", "from importlib.metadata import version; version('no-such-engine')")
-    monkeypatch.setattr(os, "environ", {**os.environ, **({interpreters.SGLANG_PYTHON: named} if named else {})})
+    monkeypatch.setattr(os, "environ", {**os.environ, **({} if named is None else {interpreters.SGLANG_PYTHON: named})})
     (problem,) = check_startable(deployment)
     assert problem.place == ("roles", "unified", "engine") and said in problem.what
     assert "name its Python in EP_SGLANG_PYTHON" in problem.fix

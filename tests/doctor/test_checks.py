@@ -116,6 +116,11 @@ def sglang_elsewhere(tree: Tree) -> None:
     tree.commands["/opt/sglang/python -c"] = "0.5.23+cpu 0.1.0\n"
 
 
+def sglang_garbage(tree: Tree) -> None:
+    sglang_elsewhere(tree)
+    tree.commands["/opt/sglang/python -c"] = ""
+
+
 def df(size: int, free: int) -> Change:
     line = f"tmpfs {size} {size - free} {free} 1% /dev/shm"
     return said("df -Pk", f"Filesystem 1024-blocks Used Available Capacity Mounted on\n{line}\n")
@@ -174,6 +179,7 @@ CASES: list[tuple[str, Change, str, str, str, Need]] = [
         ("plugin", env(EP_SGLANG_PYTHON="/opt/sglang/python"), "skip", "no engine in this", "", SGLANG),
         ("engine", sglang_elsewhere, "pass", "sglang 0.5.23", "", SGLANG),
         ("engine", env(EP_SGLANG_PYTHON="/opt/sglang/python"), "skip", "python cannot be run", "", SGLANG),
+        ("engine", sglang_garbage, "skip", "EP_SGLANG_PYTHON=/opt/sglang/python is no Python", "", SGLANG),
         ("torch_pin", sglang_elsewhere, "skip", "environment of its own", "", SGLANG),
         ("plugin", env(VLLM_PLUGINS="lora"), "fail", "VLLM_PLUGINS=lora", "VLLM_PLUGINS=lora,ep_backend"),
         ("plugin", env(VLLM_PLUGINS="lora,ep_backend"), "pass", "", ""),

@@ -1,6 +1,7 @@
 """Fits, and a user's own bench output that recalibrates a preset."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,17 @@ def test_a_histogram_is_a_row_a_layer_or_one_row(tmp_path: Path) -> None:
     assert read_counts(file) == [[1.0, 2.0, 3.0]]
     file.write_text('{"expert_counts": [[1, 2], [3, 4]]}')
     assert read_counts(file) == [[1.0, 2.0], [3.0, 4.0]]
+
+
+@pytest.mark.parametrize(("us", "size"), [(1e300, 1.0), (1e-200, 1.0), (1.0, 1e300), (1e12, 1e18), (1e-3, 1.0), (1.0, 0.0)])
+def test_rows_with_absurd_numbers_are_fitted_or_refused(us: float, size: float, tmp_path: Path) -> None:
+    bench = tmp_path / "bench.jsonl"
+    times = [{"p50_us": us * part, "remote_bytes": size * part} for part in (1.0, 0.5)]
+    rows = [{"mode": "normal", "ranks": 2, "dispatch": time, "combine": time} for time in times]
+    bench.write_text("\n".join(map(json.dumps, rows)))
+    try:
+        lines = recalibrated(calibrations()["link-rate"], bench).lines
+    except ValueError as error:
+        assert str(bench) in str(error)
+    else:
+        assert all(math.isfinite(line.fixed_us + line.error) for line in lines)

@@ -125,7 +125,8 @@ def check_shape(view: RoleView) -> Iterator[Problem]:
         try:
             buffer_config(view.deployment, view.name, view.role, shape, view.capacity)
         except ValueError as error:
-            yield problem("EP104", (*view.place, "ep"), str(error), "see the rule in the message")
+            what, _, fix = str(error).partition("; ")
+            yield problem("EP104", (*view.place, "ep"), what, fix or "change one of these numbers")
 
 
 def _countable(view: RoleView) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
-from ep_backend.deployment.resolve import ModelUnknown, model_config
+from ep_backend.deployment.resolve import ModelUnknown, shape_of
 from ep_backend.deployment.schema import Deployment
 
 CHECKPOINT = (
@@ -26,7 +26,7 @@ def check_model(deployment: Deployment) -> Iterator[Problem]:
         yield problem("EP011", ("model",), "has no path, and a local deployment loads a checkpoint", CHECKPOINT)
         return
     try:
-        model_config(model)
+        shape_of(model)
     except ModelUnknown as error:
         yield problem("EP011", ("model", "path") if model.path else ("model",), str(error), CHECKPOINT)
 
@@ -101,6 +101,9 @@ def check_experts(view: RoleView) -> Iterator[Problem]:
             f"gives {size} EP ranks, but the model's {total} are not divisible by {size}",
             f"use a divisor of {view.experts + spare}, or set ep.redundant_experts: {spare + missing}",
         )
+    elif view.experts and spare > (most := view.experts * (size - 1)):
+        what = f"is {spare}, but {size} ranks that each hold all {view.experts} experts have {most} replicas"
+        yield problem("EP118", (*view.place, "ep", "redundant_experts"), what, f"use {most} or fewer")
     given = _engine_redundancy(view)
     if given is not None and given != spare:
         yield problem(

@@ -31,9 +31,9 @@ def is_error(finding: Finding) -> bool:
 def _text(findings: Sequence[Finding]) -> str:
     lines = []
     for finding in findings:
-        rule, problem = rules()[finding.problem.code], finding.problem
+        rule = rules()[finding.problem.code]
         lines.append(f"{finding.file}:{finding.line}:{finding.column}: {rule.severity} {rule.code}: {finding.subject}")
-        lines += [f"    why: {rule.why}", f"    fix: {problem.fix}"]
+        lines += [f"    why: {rule.why}", f"    fix: {finding.fix}"]
     errors = sum(map(is_error, findings))
     return "".join(f"{line}\n" for line in [*lines, f"{errors} error(s), {len(findings) - errors} warning(s)"])
 
@@ -60,7 +60,7 @@ def _github(findings: Sequence[Finding]) -> str:
     """Workflow commands; https://docs.github.com/actions/reference/workflow-commands-for-github-actions."""
     return "".join(
         f"::{rules()[f.problem.code].severity} file={f.file},line={f.line},col={f.column},title={f.problem.code}::"
-        f"{_escaped(f'{f.subject}; {f.problem.fix}')}\n"
+        f"{_escaped(f'{f.subject}; {f.fix}')}\n"
         for f in findings
     )
 

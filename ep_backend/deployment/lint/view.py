@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ep_backend.deployment.batches import capacity
 from ep_backend.deployment.problems import Problem
-from ep_backend.deployment.resolve import Group, ModelUnknown, group_of, model_config, shape_of, topology
+from ep_backend.deployment.resolve import Group, ModelUnknown, group_of, shape_of, topology
 from ep_backend.deployment.schema import Deployment, Image, Role, RoleName, Topology
 from ep_backend.plan.model import ModelShape
 
@@ -22,11 +22,14 @@ class RoleView:
     machine: Topology
     group: Group | None
     shape: ModelShape | None
-    experts: int | None
 
     @property
     def place(self) -> Place:
         return ("roles", self.name)
+
+    @property
+    def experts(self) -> int | None:
+        return None if self.shape is None else self.shape.experts
 
     @property
     def image(self) -> Image:
@@ -47,10 +50,6 @@ class RoleView:
 def views(deployment: Deployment) -> Iterator[RoleView]:
     machine = topology(deployment.topology)
     try:
-        experts = _experts(deployment)
-    except ModelUnknown:
-        experts = None
-    try:
         shape = shape_of(deployment.model)
     except ModelUnknown:
         shape = None
@@ -59,13 +58,8 @@ def views(deployment: Deployment) -> Iterator[RoleView]:
             group = group_of(deployment, role)
         except ValueError:
             group = None
-        yield RoleView(deployment, name, role, machine, group, shape, experts)
+        yield RoleView(deployment, name, role, machine, group, shape)
 
 
 def problem(code: str, place: Place, what: str, fix: str) -> Problem:
     return Problem(place, what, fix, code)
-
-
-def _experts(deployment: Deployment) -> int | None:
-    config = model_config(deployment.model)
-    return next((int(config[k]) for k in ("n_routed_experts", "num_experts", "num_local_experts") if config.get(k)), None)

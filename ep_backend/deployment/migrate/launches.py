@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import JsonValue
-from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from ep_backend.deployment.document import plain_documents
 from ep_backend.deployment.migrate.notes import Said, shown
 from ep_backend.deployment.migrate.shell import ASSIGNMENT, Command
 from ep_backend.deployment.words import REPEATED
@@ -219,9 +219,10 @@ def _take_config(launch: Launch, file: Callable[[str], str | None]) -> None:
         return
     text = file(str(path))
     try:
-        keys = YAML(typ="safe").load(text) if text is not None else None
+        documents = plain_documents(text or "")
     except YAMLError:
-        keys = None
+        documents = []
+    keys = documents[0] if len(documents) == 1 else None
     if not isinstance(keys, Mapping):
         why = "it could not be read here" if text is None else "it is no mapping in YAML"
         launch.said.append(("left out", spelt("config", path), "", f"{why}; write its keys under the role's args"))

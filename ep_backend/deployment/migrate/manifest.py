@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from ep_backend.deployment.document import plain_documents
 from ep_backend.deployment.migrate.launches import Launch, launches
 from ep_backend.deployment.migrate.notes import Note, Unmovable
 from ep_backend.deployment.migrate.pods import Pods, items, mapping
@@ -28,7 +28,7 @@ def is_manifest(text: str) -> bool:
 def read(text: str, pods: Pods, reachable: Reachable) -> list[Launch]:
     """The leaders' launches; completes `pods`. `reachable`: the text of a file here. Raises Unmovable."""
     try:
-        documents = [each for each in YAML(typ="safe").load_all(text) if isinstance(each, Mapping)]
+        documents = [each for each in plain_documents(text) if isinstance(each, Mapping)]
     except YAMLError as error:
         raise Unmovable(f"the manifest is no YAML: {' '.join(str(error).split())[:200]}; correct it") from None
     known = [each for each in documents if each.get("kind") in KINDS]

@@ -16,7 +16,7 @@ from ep_backend.deployment.render.podmonitor import POD_MONITOR, pod_monitor
 from ep_backend.deployment.render.role import ENGINE, FIRST_PORT, LAUNCH, SETTINGS, role_files
 from ep_backend.deployment.render.router import ROUTER, router_script
 from ep_backend.deployment.schema import Deployment, TargetKind
-from ep_backend.serving import is_loopback
+from ep_backend.serving import is_loopback, url_host
 
 LWS, DISAGGREGATED_SET = "lws.yaml", "disaggregatedset.yaml"
 FILES = {ROUTER, slurm.JOB, LWS, DISAGGREGATED_SET, POD_MONITOR} | {
@@ -74,8 +74,8 @@ def aimed_at(deployment: Deployment, kinds: Sequence[TargetKind]) -> Deployment:
 
 
 def _listens(deployment: Deployment, file: Path) -> str:
-    host, port = deployment.router.host, deployment.router.port
-    if is_loopback(host):
+    host, port = url_host(deployment.router.host), deployment.router.port
+    if is_loopback(deployment.router.host):
         return f"clients reach {host}:{port} on its own host only; for others set `router: {{host: {EVERY_ADDRESS}}}` in {file}"
     if host == EVERY_ADDRESS:
         return f"whoever reaches the router at port {port} can send requests; `router: {{host: ADDRESS}}` in {file} narrows it"

@@ -4,7 +4,7 @@ import re
 import sys
 
 from ep_backend.deployment.engines import NVSHMEM_BUILT, SUPPORTED, number, table
-from ep_backend.deployment.interpreters import SGLANG_PYTHON, VERSIONS
+from ep_backend.deployment.interpreters import SGLANG_PYTHON, VERSIONS, version_in
 from ep_backend.deployment.lint.engine import NVSHMEM_PACKAGES
 from ep_backend.doctor.host import Host, Unknown
 from ep_backend.doctor.need import Need
@@ -153,4 +153,8 @@ def _elsewhere(host: Host, engine: str) -> bool:
 def _version(host: Host, engine: str) -> str | None:
     if not _elsewhere(host, engine):
         return host.version(engine)
-    return host.say(host.env[SGLANG_PYTHON], "-c", VERSIONS).split()[0].split("+")[0]
+    python = host.env[SGLANG_PYTHON]
+    try:
+        return version_in(host.say(python, "-c", VERSIONS))
+    except ValueError as error:
+        raise Unknown(f"{SGLANG_PYTHON}={python} is no Python: {error}") from None

@@ -147,9 +147,16 @@ class HostFabric:
 
     # Agreement, failure and the end.
 
-    def refuse(self, lane: int, epoch: int, reason: str) -> None:
-        self._meeting.post(_refusal(lane, epoch, self.rank), reason)
-        self._intend(lane, epoch, REFUSED)
+    def refuse(self, rounds: list[tuple[int, int]], reason: str, *, astray: bool = False) -> None:
+        for lane, epoch in rounds:
+            if astray:
+                self._meeting.post(_astray(lane, epoch, self.rank), True)
+            self._meeting.post(_refusal(lane, epoch, self.rank), reason)
+        for lane, epoch in rounds:  # whoever sees one has all that was posted
+            self._intend(lane, epoch, REFUSED)
+
+    def astray(self, lane: int, epoch: int) -> bool:
+        return any(self._meeting.peek(_astray(lane, epoch, peer), False) for peer in range(self.shape.ranks))
 
     def capturing(self) -> bool:
         return False
@@ -242,6 +249,10 @@ class HostFabric:
 
 def _refusal(lane: int, epoch: int, rank: int) -> str:
     return f"refused/{lane}/{epoch}/{rank}"
+
+
+def _astray(lane: int, epoch: int, rank: int) -> str:
+    return f"astray/{lane}/{epoch}/{rank}"
 
 
 def _signature(call: Call) -> int:

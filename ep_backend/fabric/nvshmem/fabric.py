@@ -336,9 +336,12 @@ class NvshmemFabric:
         self._gpu.finish_stream()
         return int(self._seen[16])
 
-    def refuse(self, lane: int, epoch: int, reason: str) -> None:
+    def refuse(self, rounds: list[tuple[int, int]], reason: str, *, astray: bool = False) -> None:
         """Peers are not told: kernels number rounds on the device, so a corrected call takes the same epoch."""
-        log.warning("rank %d refused a dispatch in lane %d: %s", self.rank, lane, reason)
+        log.warning("rank %d refused a dispatch: %s", self.rank, reason)
+
+    def astray(self, lane: int, epoch: int) -> bool:
+        return False
 
     def capturing(self) -> bool:
         return self._gpu.capturing()

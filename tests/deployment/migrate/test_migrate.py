@@ -201,3 +201,11 @@ def test_a_wrong_call_is_one_line(arguments: list[str], text: str, complaint: st
     assert (code, out) == (1, "")
     assert error.startswith("ep-backend: ") and error.count("\n") == 1
     assert complaint in error
+
+
+@pytest.mark.parametrize("value", ["2001-13-45", "!!int abc", "[" * 300, "1" * 5000])
+def test_a_manifest_with_a_value_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(Unmovable, match=r"the manifest is no YAML: .*line 3.*; correct it"):
+        migrate(
+            [("set.yaml", f"apiVersion: leaderworkerset.x-k8s.io/v1\nkind: LeaderWorkerSet\nmetadata: {{name: {value}}}\n")]
+        )
