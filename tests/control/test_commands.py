@@ -91,7 +91,7 @@ def test_an_interrupted_flip_says_what_goes_on(workplace: Workplace) -> None:
     file = str(workplace.file)
     assert workplace.run("up", file, "--detach")[0] == 0
     before = pids(workplace)["decode"]
-    edit(workplace, "max_tokens: 256}", "max_tokens: 512}\n    env: {FAKE_LOADS_S: '8'}")
+    edit(workplace, "max_tokens: 256}", "max_tokens: 512}\n    env: {FAKE_LOADS_S: '20'}")
     child = workplace.start("flip", file, "--restart")
     while workplace.state()["phase"] == "ready":
         time.sleep(0.05)
