@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,12 @@ def fabric(request: pytest.FixtureRequest) -> str:
 def kernels(request: pytest.FixtureRequest) -> str:
     """The fabric that runs the CUDA kernels, or their emulation."""
     return str(request.param)
+
+
+def pytest_configure() -> None:
+    """A shell starts what it runs in the background with ctrl-C ignored, and what tests start would inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
