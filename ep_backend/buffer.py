@@ -523,7 +523,8 @@ class EpBuffer:
             raise
         except BaseException as e:
             self._fabric.stats.timeouts += isinstance(e, EpTimeout)
-            self._error = self._error or f"rank {self.rank}: {e}"
+            said = str(e)
+            self._error = self._error or (said if said.startswith("rank ") else f"rank {self.rank}: {said}")
             self._fabric.abort(self._error)
             raise
 
