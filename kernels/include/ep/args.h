@@ -35,7 +35,7 @@ struct Args {
   i64 staging, staged_rows;                    // and what puts read: this rank's records, and its sums as a relay
   u64 puts;                                    // by puts: put_base, put_expected
   i64 slots, slot_segment;   // dispatch payload, and bytes of one source's segment (normal: of a ring)
-  i64 lines, line_row;       // low_latency, masked: combined rows as lines, and bytes of one
+  i64 lines, line_row;       // low_latency: combined rows as lines, and bytes of one
   i64 area, area_segment;    // combine payload, and bytes of one copy's segment (normal: of a ring)
   i64 gpus;                  // of a node
   i64 rail_slots, rail_segment;      // hybrid: slots of the rail hop, and bytes of one source node's

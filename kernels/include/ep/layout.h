@@ -25,7 +25,7 @@ constexpr i64 kRegionAlign = 1024;
 constexpr i64 kRailChannels = 4;      // independent tails of hybrid's rail hop
 constexpr i64 kRingChannels = 24;     // most channels that share a ring of normal, one a thread block (CUDA)
 constexpr i64 kChannels = 128;        // most streams, one a thread block, that a source's records travel in (CUDA)
-constexpr i64 kLineTokens = 512;      // max_tokens of low_latency up to which its masked sums travel as lines (CUDA)
+constexpr i64 kLineTokens = 512;      // max_tokens of low_latency up to which its combine travels as lines (CUDA)
 constexpr i64 kCountBits = 24;        // low bits of a signal word; the upper 40 hold the epoch
 constexpr u64 kCountMask = (u64(1) << kCountBits) - 1;
 
