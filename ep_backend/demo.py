@@ -58,8 +58,9 @@ def run_demo(break_combine: bool) -> bool:
     console = make_console()
     folder = Path.cwd() / ".ep" / NAME
     checkpoint = folder / "checkpoint"
-    shutil.rmtree(checkpoint, ignore_errors=True)  # an earlier version's may be unknown to this one
     try:
+        if checkpoint.exists():  # an earlier version's may be unknown to this one
+            shutil.rmtree(checkpoint)
         parameters = write_checkpoint(checkpoint)
     except OSError as error:
         _say(console, f"failed: {unusable(checkpoint, error)}")

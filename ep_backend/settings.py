@@ -11,6 +11,7 @@ from pydantic import Field, Secret, ValidationError, model_validator
 
 from ep_backend.config import TIMEOUT_S
 from ep_backend.errors import did_you_mean
+from ep_backend.files import read_text
 from ep_backend.modes import Family, Layout, Mode
 from ep_backend.policy import AUTO, Role, Wish, check_wish, modes_of
 from ep_backend.values import Host, Key, Name, Port, Positive, Seconds, Strict, Tokens
@@ -66,7 +67,7 @@ def load_settings() -> Settings:
     if not path:
         return Settings()
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(Path(path))
         settings = Settings.model_validate_json(text, strict=True)
         json.loads(text, object_pairs_hook=_each_once)
     except OSError as e:

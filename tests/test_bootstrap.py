@@ -75,6 +75,16 @@ def test_one_that_is_broken_or_of_other_parts_is_not(change: str, checkout: Path
     assert not made.complete()
 
 
+def test_the_wait_for_another_is_bounded(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = environment(checkout)
+    monkeypatch.setitem(type(made).ensure.__globals__, "WAIT_S", 0.1)
+    with (checkout / ".venv.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        print(4321, end="", file=lock, flush=True)
+        with pytest.raises(SystemExit, match=r"process 4321 has not made .*/\.venv within 0\.1 s: end it, then try again"):
+            made.ensure()
+
+
 def test_whoever_comes_second_waits_and_builds_nothing(checkout: Path) -> None:
     with (checkout / ".venv.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,6 +1,7 @@
 """The settings file: defaults, strictness, and what contradicts the role."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -86,6 +87,13 @@ def test_wrong_content_names_file_and_fix(load, content, message):
 def test_a_missing_file_is_named(monkeypatch):
     monkeypatch.setenv(SETTINGS_VARIABLE, "/nowhere/settings.json")
     with pytest.raises(ValueError, match=r"/nowhere/settings.json cannot be read: No such file"):
+        load_settings()
+
+
+def test_settings_that_are_no_file_are_told_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setenv(SETTINGS_VARIABLE, str(tmp_path / "pipe"))
+    with pytest.raises(ValueError, match="pipe cannot be read: not a regular file"):
         load_settings()
 
 

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.processes import session_of, start_ticks
 
 CREDENTIALS = struct.Struct("3i")
 QUESTIONS = 4096  # to a claimant; nobody reads them, for the kernel itself says who it is
+ANSWER_S = 1.0  # beyond those, and beyond what the kernel allows, a question would wait for ever
 
 
 @contextmanager
@@ -34,12 +36,19 @@ def claimed(folder: Path) -> Iterator[bool]:
 
 
 def claimant(folder: Path) -> int | None:
-    """The process that claims the deployment of this folder."""
+    """The process that claims the deployment of this folder. DeploymentError if it was asked too often to be known."""
     with socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(ANSWER_S)
         try:
             asking.connect(_address(folder))
         except ConnectionRefusedError:
             return None
+        except (BlockingIOError, TimeoutError):
+            raise DeploymentError(
+                [
+                    f"an `ep-backend up` holds {folder}, and was asked too often to be named; end it by hand (`pgrep -af ep_backend`)"
+                ]
+            ) from None
         pid: int = CREDENTIALS.unpack(asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))[0]
         return pid
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ep_backend.deployment import claim
 from ep_backend.deployment.commands import down
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.processes import session_members, start_ticks
@@ -363,3 +364,13 @@ def test_one_port_given_twice_is_told_before_loading(workplace: Workplace) -> No
     assert code == 1
     assert f"control.port: {port} is the router's port too" in output
     assert not Path(workplace.folder / ".ep").exists()
+
+
+def test_a_claimant_that_was_asked_too_often_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim, "QUESTIONS", 0)
+    with claim.claimed(tmp_path) as mine:
+        assert mine
+        assert claim.claimant(tmp_path) == os.getpid()
+        with pytest.raises(DeploymentError, match=f"holds {tmp_path}, and was asked too often to be named; end it by hand"):
+            claim.claimant(tmp_path)
+    assert claim.claimant(tmp_path) is None
