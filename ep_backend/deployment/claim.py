@@ -44,11 +44,8 @@ def claimant(folder: Path) -> int | None:
         except ConnectionRefusedError:
             return None
         except (BlockingIOError, TimeoutError):
-            raise DeploymentError(
-                [
-                    f"an `ep-backend up` holds {folder}, and was asked too often to be named; end it by hand (`pgrep -af ep_backend`)"
-                ]
-            ) from None
+            what = f"an `ep-backend up` holds {folder}, and was asked too often to be named"
+            raise DeploymentError([f"{what}; end it by hand (`pgrep -af ep_backend`)"]) from None
         pid: int = CREDENTIALS.unpack(asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))[0]
         return pid
 
