@@ -20,15 +20,17 @@ from rich.table import Table
 from ruamel.yaml import YAML
 
 from ep_backend.checkpoint import write_checkpoint
+from ep_backend.console import make_console
 from ep_backend.control.client import ControlClient, ControlFailed
-from ep_backend.deployment.agents import ModeCounters, RankStatus, rank_statuses
+from ep_backend.deployment.agents import rank_statuses
 from ep_backend.deployment.client import TIMEOUT_S, stream
 from ep_backend.deployment.commands import Interrupted, down, up_detached
 from ep_backend.deployment.load import load
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.processes import free_ports
+from ep_backend.deployment.rank_status import ModeCounters, RankStatus
 from ep_backend.deployment.state import InstanceState, RunState, unusable
-from ep_backend.deployment.view import counters_table, make_console
+from ep_backend.deployment.view import counters_table
 from ep_backend.reference import greedy_reference
 
 PRESET = Path(__file__).parents[1] / "deploy" / "local-cpu.yaml"

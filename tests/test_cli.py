@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,25 +22,10 @@ def test_importing_and_helping_need_no_torch() -> None:
         "from typer.testing import CliRunner\n"
         "from ep_backend.cli.app import app\n"
         "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
-        "assert 'torch' not in sys.modules, 'torch'\n"
-        "assert 'numpy' not in sys.modules, 'numpy'\n"
+        "heavy = {'torch', 'numpy', 'pydantic', 'ruamel.yaml', 'httpx', 'fastapi'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def best_of(times: int, *arguments: str) -> float:
-    """Seconds of the quickest run: the others waited for the machine."""
-    seconds = []
-    for _ in range(times):
-        started = time.perf_counter()
-        subprocess.run([sys.executable, *arguments], check=True, capture_output=True, timeout=60)
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
-
-
-def test_help_takes_at_most_350_ms_more_than_python() -> None:
-    extra = best_of(7, "-m", "ep_backend", "--help") - best_of(7, "-c", "pass")
-    assert extra <= 0.350, f"{extra * 1000:.0f} ms"
 
 
 @pytest.mark.parametrize("command", ["checkpoint", "up", "down", "status", "flip", "ask", "demo", "modes", "doctor"])

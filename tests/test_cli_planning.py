@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -124,21 +123,18 @@ def test_schema_prints_what_ships() -> None:
 
 
 @pytest.mark.parametrize("command", ["plan", "lint"])
-def test_cold_start_is_quick_and_imports_no_torch(command: str) -> None:
-    """CPU seconds, because the machine may be busy with other tests; nothing here waits."""
+def test_cold_start_imports_nothing_that_it_does_not_use(command: str) -> None:
     program = (
-        "import sys, resource; sys.argv = ['ep-backend', *sys.argv[1:]]\n"
+        "import sys; sys.argv = ['ep-backend', *sys.argv[1:]]\n"
         "from ep_backend.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'numpy', 'vllm', 'sglang', 'matplotlib'} & set(sys.modules)\n"
-        "print(sorted(heavy), file=sys.stderr)"
+        "heavy = {'torch', 'numpy', 'vllm', 'sglang', 'matplotlib', 'httpx', 'fastapi', 'uvicorn', 'prometheus_client'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", program, command, EP128], capture_output=True, text=True, timeout=120)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.stderr.strip() == "[]"
-    assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 0.8
+    assert done.stdout
 
 
 def test_a_terminal_without_the_letter_gets_an_escape(tmp_path: Path) -> None:

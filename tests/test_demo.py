@@ -18,7 +18,7 @@ from ep_backend.demo import (
     verdict,
     write_deployment,
 )
-from ep_backend.deployment.agents import ModeCounters, RankStatus
+from ep_backend.deployment.rank_status import ModeCounters, RankStatus
 from ep_backend.deployment.state import InstanceState, RunState
 
 EXPECTED = [list(range(NEW_TOKENS))] * PROMPTS

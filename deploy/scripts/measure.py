@@ -39,15 +39,16 @@ from ruamel.yaml import YAML
 
 from ep_backend.bench.traces import all_to_all, between, first_trace, steps
 from ep_backend.checkpoint import write_checkpoint, write_shape
+from ep_backend.console import make_console
 from ep_backend.control.client import ControlClient
 from ep_backend.demo import make_prompts
-from ep_backend.deployment.agents import ModeCounters, RankStatus, all_statuses
+from ep_backend.deployment.agents import all_statuses
 from ep_backend.deployment.commands import down, up_detached
 from ep_backend.deployment.instances import engine_instances
 from ep_backend.deployment.load import load
 from ep_backend.deployment.processes import free_ports, stop_sessions
+from ep_backend.deployment.rank_status import ModeCounters, RankStatus
 from ep_backend.deployment.state import RunState, run_dir
-from ep_backend.deployment.view import make_console
 from ep_backend.modes import parse_mode
 from ep_backend.policy import AUTO
 

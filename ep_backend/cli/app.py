@@ -72,10 +72,10 @@ def up(
     detach: Annotated[bool, typer.Option("--detach", help="return once it serves; `down` stops it")] = False,
 ) -> None:
     """Start a deployment on this machine and serve until ctrl-C."""
+    from ep_backend.console import make_console
     from ep_backend.deployment import commands
     from ep_backend.deployment.problems import DeploymentError
     from ep_backend.deployment.supervisor import InstanceFailed
-    from ep_backend.deployment.view import make_console
 
     console = make_console()
     try:

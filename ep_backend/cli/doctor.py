@@ -20,9 +20,9 @@ def doctor(
     from typing import get_args
 
     from ep_backend.cli.app import fail
+    from ep_backend.console import make_console
     from ep_backend.deployment.problems import DeploymentError
     from ep_backend.deployment.schema import RoleName
-    from ep_backend.deployment.view import make_console
     from ep_backend.doctor.examine import examine
     from ep_backend.doctor.host import Host
     from ep_backend.doctor.report import as_json as json_of

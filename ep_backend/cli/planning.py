@@ -50,7 +50,7 @@ def plan(
     if as_json:
         print(json.dumps(made.as_dict(), indent=2))
         return
-    from ep_backend.deployment.view import make_console
+    from ep_backend.console import make_console
     from ep_backend.plan.report import print_plan
 
     print_plan(made, make_console())

@@ -17,9 +17,10 @@ from ep_backend.control.drain import Limits, drain
 from ep_backend.control.models import Applied, Change, DeploymentStatus, FlipResult, Pending, RoleStatus
 from ep_backend.control.ranks import RankFailed, Ranks, silence
 from ep_backend.control.vllm_admin import VllmAdmin
-from ep_backend.deployment.agents import TIMEOUT_S, RankStatus
+from ep_backend.deployment.agents import TIMEOUT_S
 from ep_backend.deployment.load import Loaded, load
 from ep_backend.deployment.problems import DeploymentError
+from ep_backend.deployment.rank_status import RankStatus
 from ep_backend.deployment.schema import Deployment, ModeName, RoleName, serves_both_families
 from ep_backend.deployment.state import InstanceState, RunState
 from ep_backend.errors import did_you_mean

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ep_backend.control.ranks import RankFailed, silence
-from ep_backend.deployment.agents import RankStatus
+from ep_backend.deployment.rank_status import RankStatus
 from ep_backend.deployment.schema import ModeName
 
 POLL_S = 0.2

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from ep_backend.deployment.agents import RankStatus
+from ep_backend.deployment.rank_status import RankStatus
 from ep_backend.deployment.schema import Engine, ModeName, RoleName
 from ep_backend.deployment.state import InstanceState, Phase
 

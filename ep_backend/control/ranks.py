@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 
 from ep_backend.agent import SILENT_S
-from ep_backend.deployment.agents import TIMEOUT_S, RankStatus, status_in
+from ep_backend.deployment.agents import TIMEOUT_S, status_in
+from ep_backend.deployment.rank_status import RankStatus
 from ep_backend.deployment.schema import RoleName
 
 

@@ -8,21 +8,16 @@ from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
 
+from ep_backend.console import make_console
 from ep_backend.control.models import Applied, DeploymentStatus, RoleStatus
-from ep_backend.deployment.agents import PATHS, ModeCounters, RankStatus
 from ep_backend.deployment.logs import last_line
+from ep_backend.deployment.rank_status import ModeCounters, RankStatus
 from ep_backend.deployment.schema import serves_both_families
 from ep_backend.deployment.state import RunState, seconds_since
 from ep_backend.modes import Mode
+from ep_backend.stats import PATHS
 
 NOTE_WIDTH = 70
-PLAIN_WIDTH = 150
-
-
-def make_console() -> Console:
-    """On a terminal as wide as it; elsewhere (a file, a pipe) wide enough for every table."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
 
 
 class Progress:

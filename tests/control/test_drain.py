@@ -15,7 +15,7 @@ from ep_backend.agent import SILENT_S
 from ep_backend.control.drain import EngineFailed, Limits, drain
 from ep_backend.control.ranks import RankFailed
 from ep_backend.control.vllm_admin import VllmAdmin
-from ep_backend.deployment.agents import GraphState, RankStatus
+from ep_backend.deployment.rank_status import GraphState, RankStatus
 from tests.control.conftest import Service
 from tests.control.instance import instance
 

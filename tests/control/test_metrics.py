@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 
 from ep_backend.control.metrics import Ranks, exposition
 from ep_backend.control.nics import ports
-from ep_backend.deployment.agents import RankStatus
+from ep_backend.deployment.rank_status import RankStatus
 from tests.control.conftest import Service
 from tests.control.instance import FACTS, Instance, instance
 

@@ -16,10 +16,11 @@ import pytest
 from ruamel.yaml import YAML
 
 from ep_backend.demo import PRESET, write_deployment
-from ep_backend.deployment.agents import RankStatus, all_statuses
+from ep_backend.deployment.agents import all_statuses
 from ep_backend.deployment.client import complete
 from ep_backend.deployment.commands import down
 from ep_backend.deployment.processes import free_ports, session_members, shared_memory_of
+from ep_backend.deployment.rank_status import RankStatus
 from ep_backend.deployment.state import RunState, read_state
 from tests.engine.conftest import TOKENS, Served, edit
 

@@ -20,7 +20,7 @@ from ep_backend.control.drain import Limits, drain
 from ep_backend.control.ranks import Ranks
 from ep_backend.control.vllm_admin import VllmAdmin
 from ep_backend.demo import write_deployment
-from ep_backend.deployment.agents import RankStatus
+from ep_backend.deployment.rank_status import RankStatus
 from ep_backend.deployment.schema import ModeName
 from ep_backend.deployment.state import RunState
 from tests.engine.conftest import LONG, TOKENS, Served, edit
