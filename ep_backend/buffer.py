@@ -260,16 +260,16 @@ class EpBuffer:
                 (None on a CPU) behind the receive phase, for which a stream waits before it reads the result.
             host_counts: cut compact rows to the exact number, which the host waits for; False never waits.
             most_tokens: most tokens that any rank sends in this call, equal on all ranks: what bounds compact rows that the
-                host does not count. Default max_tokens of the mode. A rank's own tokens are held to it; where a peer's find no
-                room, the host fabric raises EpDisagree, but kernels do not look, and combine reads behind y.
+                host does not count. Default max_tokens of the mode. A rank's own tokens are held to it, and a peer that sends
+                more is an EpDisagree.
             sms: most SMs the kernels use (CUDA only).
 
         Raises:
             ValueError, TypeError: an argument breaks a rule; nothing was sent and the buffer goes on working. On GPUs the host
                 does not read topk_ids: an id outside the model is an EpError, and the buffer is failed.
-            EpRefused: a peer's arguments did; the buffer goes on working. On the host fabric; on GPUs peers wait for the rank,
-                which may call again until their timeout.
-            EpTimeout, EpDisagree, EpFailed: the buffer is failed and must be rebuilt on all ranks.
+            EpRefused: a peer's arguments did; the buffer goes on working (host fabric).
+            EpTimeout, EpDisagree, EpFailed: the buffer is failed and must be rebuilt on all ranks. On GPUs, whose hosts may be
+                far ahead of their kernels, also if some ranks refused their arguments and others did not.
             RuntimeError: the lane still has an operation in flight.
         """
         self._check_alive()

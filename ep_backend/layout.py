@@ -18,6 +18,7 @@ CHANNELS = 128
 LINE_TOKENS = 512
 COUNT_BITS = 24
 COUNT_MASK = (1 << COUNT_BITS) - 1
+REFUSED = COUNT_MASK  # in an intent word: that rank does not take part in the epoch
 
 
 def align_up(n: int, a: int) -> int:

@@ -1,6 +1,6 @@
 """Compiles the CUDA images of this folder: `python kernels/build.py OUT_DIR [FLAG...]`, or `build(out_dir)`.
 
-Each image is one kernel file for one architecture. Hot images of the tuned architecture may neither spill nor use a stack:
+Each image is one kernel file for one architecture. Images of the tuned architecture may neither spill nor use a stack:
 that is an error. The others are compiled and reported only. Images of remote puts hold NVSHMEM's device code and are made
 where its library is: NVSHMEM_HOME names the folder with include/ and lib/, or the package nvidia-nvshmem-cu13 is installed.
 images.json, written last, says of which sources the images are and how large each is; without it there are no images.
@@ -23,14 +23,14 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 TUNED = "sm_90a"
 ARCHITECTURES = (TUNED, "sm_100a")
-HOT = ("dispatch", "combine", "per_expert", "hybrid", "rings")
+IMAGES = ("dispatch", "combine", "per_expert", "hybrid", "rings", "refuse")
 PUTS = ("hybrid",)
 LIBRARY, VERSION = "lib/libnvshmem_device.a", "include/non_abi/nvshmem_version.h"  # of NVSHMEM
 FLAGS = ("-std=c++17", "-O3", "-Xptxas=-v", "-Werror=all-warnings")
 
 
 class BuildError(RuntimeError):
-    """An image does not compile, or is not fit to be hot."""
+    """An image does not compile, or spills."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def digest() -> str:
 
 def _build(out: Path, nvshmem: Path | None, extra: tuple[str, ...]) -> list[Path]:
     sources = digest()  # before the compiler reads them: what is edited meanwhile must not pass for compiled
-    jobs = [(name, arch) for name in HOT for arch in ARCHITECTURES]
+    jobs = [(name, arch) for name in IMAGES for arch in ARCHITECTURES]
     with ThreadPoolExecutor(2) as pool:
         reports = list(pool.map(lambda job: _compile(*job, out, extra), jobs))
     kernels = [k for report in reports for k in report]
@@ -99,7 +99,7 @@ def _build(out: Path, nvshmem: Path | None, extra: tuple[str, ...]) -> list[Path
 
 def _clear(out: Path) -> None:
     """Remove what a build writes, first that which says that there is one."""
-    files = [f"{name}.{arch}.cubin" for name in (*HOT, *(f"{put}_put" for put in PUTS)) for arch in ARCHITECTURES]
+    files = [f"{name}.{arch}.cubin" for name in (*IMAGES, *(f"{put}_put" for put in PUTS)) for arch in ARCHITECTURES]
     parts = [f"{name}_put.{arch}.o" for name in PUTS for arch in ARCHITECTURES]
     for name in ("images.json", *files, *parts):
         (out / name).unlink(missing_ok=True)

@@ -52,9 +52,14 @@ class Call:
     aside: bool = False  # an operation of it ran on the lane's own stream
     most_tokens: int | None = None  # that any rank sends, where the caller knows less than max_tokens
 
+    @property
+    def most(self) -> int:
+        """Tokens that any rank may send."""
+        return self.max_tokens if self.most_tokens is None else self.most_tokens
+
     def most_rows(self, ranks: int) -> int:
         """Rows of compact outputs that the host does not count."""
-        return ranks * (self.max_tokens if self.most_tokens is None else self.most_tokens)
+        return ranks * self.most
 
     @property
     def stays(self) -> bool:

@@ -254,24 +254,73 @@ def test_ranks_that_disagree_get_an_error_not_a_timeout(ranks: Any, name: str, s
             assert wanted["mode"] in outcome.message
 
 
-def more_than_a_rank_expects(world: World, mode: str) -> Outcome:
+def heard(buffer: Any, call: Round) -> tuple[str, float]:
+    """Why the buffer failed on a call whose host need not have waited for its kernels, and in how many seconds."""
+
+    def steps() -> None:
+        call.dispatch()
+        buffer.combine(call.got.rows, call.got.handle)
+
+    outcome, took = timed(steps)
+    started = time.monotonic()
+    while buffer.failure() is None and took + time.monotonic() - started < SLACK_S:
+        time.sleep(0.01)
+    return buffer.failure() or f"nothing: {outcome}", took + time.monotonic() - started
+
+
+def more_than_a_rank_expects(world: World, mode: str) -> str:
     """Rank 0 says that nobody sends more than its 2 tokens, rank 1 sends 12 to it."""
     buffer = world.make()
     case = oracle.make_case(1, [2, 12])
     most = len(case.x[world.rank])
-    more = {"layout": "compact", "host_counts": False, "most_tokens": most}
-    outcome, took = timed(lambda: Round(world, buffer, case, mode, **more).run())
-    assert took < SLACK_S
+    reason, took = heard(buffer, Round(world, buffer, case, mode, layout="compact", host_counts=False, most_tokens=most))
+    assert took < SLACK_S, reason
     buffer.destroy()
-    return outcome
+    return reason
 
 
 @pytest.mark.parametrize("mode", ["normal", "direct", "low_latency", "hybrid"])
-def test_a_rank_that_expects_fewer_tokens_than_come(ranks: Any, mode: str) -> None:
-    first, second = ranks(2).run(more_than_a_rank_expects, mode)
-    assert first.error == "EpDisagree" and second.error == "EpFailed", (first, second)
-    for outcome in (first, second):
-        assert "most_tokens=2 makes room for 4; give every rank the most" in outcome.message
+def test_a_rank_that_expects_fewer_tokens_than_come(ranks: Any, fabric: str, mode: str) -> None:
+    first, second = ranks(2, fabric).run(more_than_a_rank_expects, mode)
+    if fabric == "host":
+        for said in (first, second):
+            assert "most_tokens=2 makes room for 4; give every rank the most" in said
+    else:
+        assert re.search(r"rank 1 sends 1\d rows to rank 0, whose most_tokens=2; give every rank the most", first)
+        assert "rank 0 gave up" in second
+
+
+def one_rank_refuses(world: World, mode: str, late: int, wrong: int) -> str:
+    """What a rank is told when ``wrong`` refuses a call of all, and goes on to the next."""
+    buffer = world.make(gpus_per_node=1 if world.size == 3 else None)
+    Round(world, buffer, oracle.make_case(0, [3] * world.size), mode).run()
+    if world.rank == late:
+        time.sleep(0.3)
+    tokens = [4] * world.size
+    tokens[wrong] = 13
+    call = Round(world, buffer, oracle.make_case(1, tokens), mode)
+    if world.rank == wrong:
+        assert attempt(call.dispatch).error == "ValueError"
+        call = Round(world, buffer, oracle.make_case(2, [3] * world.size), mode)
+    reason, took = heard(buffer, call)
+    assert took < SLACK_S, reason
+    buffer.destroy()
+    with world.make() as buffer:
+        Round(world, buffer, oracle.make_case(3, [3] * world.size), mode).run()
+    return reason
+
+
+@pytest.mark.parametrize("late", [0, 1], ids=["peers wait", "the rank has gone on"])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_kernels_do_not_take_a_rank_s_next_call_for_the_one_that_it_refused(
+    ranks: Any, kernels: str, mode: str, size: int, late: int
+) -> None:
+    wrong = 1 - late
+    reasons = ranks(size, kernels).run(one_rank_refuses, mode, late, wrong)
+    assert any(f"rank {wrong} refused" in reason and "13 tokens exceed max_tokens=12" in reason for reason in reasons), reasons
+    for rank, reason in enumerate(reasons):
+        assert "refused" in reason or "gave up" in reason, f"rank {rank}: {reason}"
 
 
 def half_with_a_handle(world: World) -> Outcome:

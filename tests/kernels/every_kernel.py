@@ -6,6 +6,7 @@ GPU it runs the emulated kernels.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -51,7 +52,7 @@ class Noted:
 
 
 def every_kernel(world: World, say: Callable[[str], None] = lambda _: None) -> set[str]:
-    """Names of the kernels that ran. Nodes have one rank each; all rounds are checked."""
+    """Names of the kernels that ran. Nodes have one rank each; all rounds are checked, with refused calls in between."""
     seen: set[str] = set()
     usual = launches.SMALL
     for arguments, small, forms in BUFFERS:
@@ -66,6 +67,10 @@ def every_kernel(world: World, say: Callable[[str], None] = lambda _: None) -> s
                 for payload, hook in (("bf16", False), ("fp8_cast", mode != "normal")):
                     case = oracle.make_case(n, [TOKENS - 3 * r for r in range(world.size)], kind="holes")
                     Round(world, buffer, case, mode, layout=layout, payload=payload, hook=hook).run()
+                over = Round(world, buffer, oracle.make_case(n, [TOKENS + 1] * world.size), mode, layout=layout)
+                with contextlib.suppress(ValueError):
+                    over.dispatch()
+                    raise AssertionError("more tokens than there is room for")
                 say(f"{mode} {layout}")
             launches.SMALL = usual
     return seen

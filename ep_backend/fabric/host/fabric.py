@@ -21,7 +21,6 @@ from ep_backend.fabric.meeting import Meeting
 from ep_backend.modes import Layout, Mode, Placement
 from ep_backend.stats import BufferStats, OpStats
 
-REFUSED = layout.COUNT_MASK  # in an intent word: this rank does not take part in the epoch
 PROPOSAL_SHIFT = 16  # an intent word's count: proposal (8 bits) | mode | layout | payload
 
 
@@ -153,7 +152,7 @@ class HostFabric:
                 self._meeting.post(_astray(lane, epoch, self.rank), True)
             self._meeting.post(_refusal(lane, epoch, self.rank), reason)
         for lane, epoch in rounds:  # whoever sees one has all that was posted
-            self._intend(lane, epoch, REFUSED)
+            self._intend(lane, epoch, layout.REFUSED)
 
     def astray(self, lane: int, epoch: int) -> bool:
         return any(self._meeting.peek(_astray(lane, epoch, peer), False) for peer in range(self.shape.ranks))
@@ -229,7 +228,7 @@ class HostFabric:
         for peer in range(self.shape.ranks):
             epoch, signature = self.peek(call.lane, self.words.intent, peer)
             # A peer in a later epoch cannot have completed this one without us, so somebody refused it.
-            if epoch > call.epoch or (epoch == call.epoch and signature == REFUSED):
+            if epoch > call.epoch or (epoch == call.epoch and signature == layout.REFUSED):
                 raise EpRefused(self._refusal(call))
             signature &= (1 << PROPOSAL_SHIFT) - 1
             if epoch == call.epoch and signature != _signature(call):

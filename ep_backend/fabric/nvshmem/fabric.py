@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from ep_backend.fabric.base import Call, Received
 from ep_backend.fabric.meeting import Meeting
 from ep_backend.fabric.nvshmem import launch, launches, rings
 from ep_backend.fabric.nvshmem.device import Gpu
-from ep_backend.fabric.nvshmem.launch import STAGE_BYTES, Args, Launch, casts
+from ep_backend.fabric.nvshmem.launch import STAGE_BYTES, Args, Launch, Roles, casts
 from ep_backend.fabric.nvshmem.launches import Launches
 from ep_backend.fabric.nvshmem.outputs import ALIGN, COUNTS, PLACES, PLAN, Outputs, plan_words
 from ep_backend.layout import Payload
@@ -29,8 +29,10 @@ from ep_backend.stats import BufferStats
 log = logging.getLogger(__name__)
 
 OPS = ("dispatch", "combine")
-TIMEOUT, DISAGREE, ABORT, BAD_ID = 1, 2, 3, 4  # Fault of args.h
-REPEATS = 1 << 5  # kRepeats
+TIMEOUT, DISAGREE, ABORT, BAD_ID, SKIPPED, TOO_MANY = range(1, 7)  # Fault of args.h
+SIGNATURE_BITS, REPEATS = 6, 1 << 5  # kSignatureBits, kRepeats
+REFUSED = layout.REFUSED & (1 << SIGNATURE_BITS) - 1  # as kernels see it, for they compare signatures
+REFUSE = Launch("refuse", blocks=1, warps=1, roles=Roles())
 
 
 class DeviceStats(BufferStats):
@@ -123,6 +125,7 @@ class NvshmemFabric:
             key: self._lane_args(*key)
             for key in itertools.product(range(config.lanes), config.max_tokens, Layout, config.payloads, (False, True))
         }
+        self._refusals = {lane: args for (lane, *_), args in self._args.items()}
         self._plans: dict[tuple[object, ...], _Plan] = {}
 
     def _supported(self, config: BufferConfig) -> None:
@@ -287,7 +290,7 @@ class NvshmemFabric:
             self._seen[17 + call.lane] = 0
             host_rows = self._host.data_ptr() + 8 * (17 + call.lane)
         scales = 0 if call.scales is None else call.scales.data_ptr()
-        given = call.tokens, call.x.data_ptr(), scales, call.ids.data_ptr(), call.weights.data_ptr()
+        given = call.tokens, call.most, call.x.data_ptr(), scales, call.ids.data_ptr(), call.weights.data_ptr()
         taken = rows, *places[:PLAN], plan.outputs.stride(capacity), plan.fill, host_rows, *places[PLAN:]
         shares = plan.channels, layout.ceil_div(call.tokens, plan.channels)
         plan.args.dispatch((*plan.kind, *given, *taken, capacity, *shares))
@@ -337,8 +340,17 @@ class NvshmemFabric:
         return int(self._seen[16])
 
     def refuse(self, rounds: list[tuple[int, int]], reason: str, *, astray: bool = False) -> None:
-        """Peers are not told: kernels number rounds on the device, so a corrected call takes the same epoch."""
         log.warning("rank %d refused a dispatch: %s", self.rank, reason)
+        with suppress(EpError):  # the store may be gone with its rank; peers are told all the same, but not why
+            self._meeting.post(f"refused/{self.rank}", reason, seconds=0.5)
+        if self.capturing():  # a capture that fails is no graph, and no round was to take place
+            return
+        for lane, _ in rounds:
+            own = self._own[lane]  # behind whatever the lane was given, on this stream and its own
+            own.fork()
+            with own.current():
+                self._kernels[REFUSE.kernel].launch(REFUSE, self._refusals[lane], self._gpu.stream())
+            own.join()
 
     def astray(self, lane: int, epoch: int) -> bool:
         return False
@@ -375,6 +387,17 @@ class NvshmemFabric:
             pair = [(layout.signal_epoch(w), layout.signal_count(w)) for w in (expected, seen)]
             record = WaitRecord(OPS[op], list(Mode)[mode].value, lane, epoch, self.rank, peer, *pair)
             return EpTimeout(record, self.config.timeout_s)
+        if (kind == DISAGREE and seen == REFUSED) or kind == SKIPPED:
+            said = self._meeting.peek(f"refused/{peer}", "see its own error")
+            return EpDisagree(
+                f"rank {peer} refused the call that was {where} on rank {self.rank}: {said}. The buffer is failed on all "
+                "ranks; correct that rank's arguments, then rebuild it on each"
+            )
+        if kind == TOO_MANY:
+            return EpDisagree(
+                f"in {where}, rank {peer} sends {seen} rows to rank {self.rank}, whose most_tokens={expected}; "
+                "give every rank the most that any sends"
+            )
         if kind == DISAGREE:
             return EpDisagree(
                 f"in {where}, rank {self.rank} called {_describe(expected)} and rank {peer} called {_describe(seen)}; "

@@ -20,6 +20,7 @@ IMAGE_KERNELS = {
     "hybrid": ("rail_send", "forward", "rail_place", "rail_return", "rail_sum"),
     "rings": ("ring_count", "ring_dispatch", "ring_order", "ring_place", "ring_combine"),
     "per_expert": ("expert_send", "expert_await", "expert_place", "expert_return", "expert_sum"),
+    "refuse": ("refuse",),
 }
 PUT_IMAGES = ("hybrid",)  # have a second form, NAME_put, that reaches other nodes by NVSHMEM's puts
 PUTS_NEED = "nvidia-nvshmem-cu13 installed before, or NVSHMEM_HOME set"

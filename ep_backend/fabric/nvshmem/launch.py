@@ -36,7 +36,7 @@ LANE = (
     *("payload", "signature", "agreed"),
 )
 CALL = (
-    *("masked", "cast", "ids64", "ordered", "tokens", "x", "scales_in", "ids", "weights"),
+    *("masked", "cast", "ids64", "ordered", "tokens", "most_tokens", "x", "scales_in", "ids", "weights"),
     *("rows", "scales", "out_ids", "out_weights", "counts", "scale_stride", "fill", "host_rows"),
     *("plan", "target", "position", "pick_weight", "relay", "kept", "capacity", "channels", "chunk", "stays", "y", "out"),
     *("senders", "receive_from", "receivers", "send_stage", "receive_stage", "receive_at"),

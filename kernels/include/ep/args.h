@@ -14,6 +14,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kSignatureBits = 6, kRepeats = 1 << 5;   // kRepeats: counts are those of an earlier dispatch
 constexpr u64 kSignatureMask = (u64(1) << kSignatureBits) - 1;
 constexpr int kProposalBits = 16;
+constexpr u64 kRefused = kCountMask;   // instead of all that, and no call's: this rank does not take part in the epoch
 EP_HD int intent_channels(u64 intent) { return int(intent >> kSignatureBits & (kChannels - 1)) + 1; }
 
 struct Args {
@@ -49,7 +50,7 @@ struct Args {
   // The call.
   i64 masked, cast, ids64;
   i64 ordered;           // masked: ep_order has given rows to picks, in order of source and token; else first come, first served
-  i64 tokens;
+  i64 tokens, most_tokens;   // of this rank, and the most that any may send
   u64 x, scales_in, ids, weights;
   u64 rows, scales, out_ids, out_weights, counts;
   i64 scale_stride;      // masked: elements between the columns of scales
@@ -98,7 +99,7 @@ struct Control {
 
 // First error of this rank, in host memory so that it can be read while kernels run.
 enum class Report : int { kKind, kOp, kMode, kLane, kEpoch, kPeer, kExpected, kSeen, kWords };
-enum class Fault : u64 { kNone, kTimeout, kDisagree, kAbort, kBadId };
+enum class Fault : u64 { kNone, kTimeout, kDisagree, kAbort, kBadId, kSkipped, kTooMany };
 enum class Op : int { kDispatch, kCombine };
 
 // Counters, u64 each. A mode has four rows of R (records and bytes of both operations, by destination) and scalars:

@@ -403,11 +403,18 @@ __device__ __forceinline__ int await_counts(const Args& a, Shared& sh, int sourc
   return __all_sync(kFullWarp, ok) ? total : -1;
 }
 
+// Records beyond what the caller has given y rows for still find memory here, but combine must not read their answers.
+__device__ __noinline__ void refuse_records(const Args& a, int source, int records) {
+  u64 epoch = load_relaxed_sys(&reinterpret_cast<LaneState*>(a.state)->epoch);
+  report(a, Fault::kTooMany, Op::kDispatch, epoch, source, a.most_tokens, records);
+}
 __device__ __forceinline__ void leave_plan(const Args& a, int source, int base, int total, const int (&row)[kLaneChannels], int lane) {
   int* plan = reinterpret_cast<int*>(a.plan) + plan_row(source, 0);
 #pragma unroll
   for (int j = 0; j < kLaneChannels; ++j) plan[lane * kLaneChannels + j] = base + row[j];
-  if (lane == 0) plan[kChannels] = base + total;
+  if (lane != 0) return;
+  plan[kChannels] = base + total;
+  if (total > a.most_tokens) refuse_records(a, source, total);
 }
 __device__ __forceinline__ void tell_host(const Args& a, int rows) {
   if (a.host_rows != 0) store_relaxed_sys(reinterpret_cast<u64*>(a.host_rows), u64(rows) + 1);

@@ -86,7 +86,13 @@ __device__ __noinline__ u64 wait_slow(const Args& a, Op op, int peer, const u64*
   for (int turn = 1;; ++turn) {
     seen = load_acquire_sys(word);
     if (reached(seen, epoch, count)) break;
-    if (turn % 64 == 0 and not patient(a, op, peer, epoch, start, signal_word(epoch, count), seen)) return 0;
+    if (turn % 64 != 0) continue;
+    // A peer in a later epoch cannot have completed this one without us: it refused it.
+    if (op == Op::kDispatch and signal_epoch(seen) > epoch) {
+      report(a, Fault::kSkipped, op, epoch, peer, epoch, signal_epoch(seen));
+      return 0;
+    }
+    if (not patient(a, op, peer, epoch, start, signal_word(epoch, count), seen)) return 0;
   }
   return seen;
 }
