@@ -41,6 +41,13 @@ def random_round(world: World, buffer: Any, choose: random.Random, lane: int) ->
     )
 
 
+def refused(world: World, buffer: Any, choose: random.Random, lane: int) -> None:
+    """On every rank; the rounds after it must not notice."""
+    mode = choose.choice(list(buffer.config.max_tokens)).value
+    with pytest.raises(ValueError, match="13 tokens exceed max_tokens=12"):
+        Round(world, buffer, oracle.make_case(0, [13] * world.size), mode, lane=lane).dispatch()
+
+
 def sequence(world: World, seed: int, steps: int, **arguments: Any) -> dict[str, int]:
     """One lane after the other, or both in flight with their phases mixed."""
     choose = random.Random(seed)
@@ -48,6 +55,8 @@ def sequence(world: World, seed: int, steps: int, **arguments: Any) -> dict[str,
     done = 0
     while done < steps:
         lanes = [0, 1] if choose.random() < 0.5 else [choose.randrange(2)]
+        if choose.random() < 0.1:
+            refused(world, buffer, choose, lanes[0])
         rounds = [random_round(world, buffer, choose, lane) for lane in lanes]
         phases = [iter((r.dispatch, r.receive, r.combine, r.collect, r.poison)) for r in rounds]
         while phases:

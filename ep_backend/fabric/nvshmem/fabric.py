@@ -126,6 +126,7 @@ class NvshmemFabric:
             for key in itertools.product(range(config.lanes), config.max_tokens, Layout, config.payloads, (False, True))
         }
         self._refusals = {lane: args for (lane, *_), args in self._args.items()}
+        self._refused = [0] * config.lanes
         self._plans: dict[tuple[object, ...], _Plan] = {}
 
     def _supported(self, config: BufferConfig) -> None:
@@ -351,6 +352,7 @@ class NvshmemFabric:
             with own.current():
                 self._kernels[REFUSE.kernel].launch(REFUSE, self._refusals[lane], self._gpu.stream())
             own.join()
+            self._refused[lane] += 1
 
     def astray(self, lane: int, epoch: int) -> bool:
         return False
@@ -363,7 +365,7 @@ class NvshmemFabric:
         return (list(Mode)[mode - 1] if mode else None), epoch
 
     def lane_rounds(self) -> list[int]:
-        return [epoch - 1 for epoch, *_ in self._lanes.tolist()]
+        return [epoch - 1 - refused for (epoch, *_), refused in zip(self._lanes.tolist(), self._refused, strict=True)]
 
     def abort(self, reason: str) -> None:
         self._reason = self._reason or reason
