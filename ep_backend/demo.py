@@ -31,7 +31,9 @@ from ep_backend.deployment.processes import free_ports
 from ep_backend.deployment.rank_status import ModeCounters, RankStatus
 from ep_backend.deployment.state import InstanceState, RunState, unusable
 from ep_backend.deployment.view import counters_table
+from ep_backend.modes import Mode
 from ep_backend.reference import greedy_reference
+from ep_backend.stats import PATHS
 
 PRESET = Path(__file__).parents[1] / "deploy" / "local-cpu.yaml"
 NAME = "demo"
@@ -199,13 +201,20 @@ def deltas_of(
         delta = new.modes.get(mode, ModeCounters()).since(old.modes.get(mode, ModeCounters()))
         deltas.append((new, mode, delta))
         counts = {"dispatches": delta.dispatches, "combines": delta.combines}
-        for path in ("local", "scale_up"):
+        for path in _paths(new, Mode(mode)):
             counts[f"{path} records"] = delta.records.get(path, 0)
             counts[f"{path} bytes"] = delta.bytes.get(path, 0)
         silent += [f"{who}, {mode}: no {counter}" for counter, count in counts.items() if count <= 0]
         if new.mode_executed != mode:
             silent.append(f"{who}: executed {new.mode_executed}, not {mode}")
     return deltas, silent
+
+
+def _paths(status: RankStatus, mode: Mode) -> list[str]:
+    """Over which records of the rank must go, some each."""
+    nodes = status.world_size > status.gpus_per_node
+    taken = {"local": True, "scale_up": status.gpus_per_node > 1, "scale_out": nodes, "forwarded": nodes and mode.spec.two_hops}
+    return [path for path in PATHS if taken[path]]
 
 
 def _tokens_table(prompts: list[str], expected: list[list[int]], rounds: list[Round]) -> Table:

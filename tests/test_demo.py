@@ -25,8 +25,9 @@ EXPECTED = [list(range(NEW_TOKENS))] * PROMPTS
 MOVED = ModeCounters(dispatches=4, combines=4, records={"local": 9, "scale_up": 9}, bytes={"local": 9216, "scale_up": 9216})
 
 
-def status(counters: ModeCounters, executed: str = "direct") -> RankStatus:
-    return RankStatus(agent="a", role="prefill", rank=0, world_size=2, mode_executed=executed, modes={"direct": counters})
+def status(counters: ModeCounters, executed: str = "direct", each: int = 2) -> RankStatus:
+    here = {"role": "prefill", "rank": 0, "world_size": 2, "gpus_per_node": each}
+    return RankStatus(agent="a", **here, mode_executed=executed, modes={executed: counters})
 
 
 def round_of(answers: list[list[int]], silent: list[str]) -> Round:
@@ -58,8 +59,15 @@ def test_a_silent_counter_fails(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_another_mode_than_asked_is_told() -> None:
-    _, silent = deltas_of([status(ModeCounters())], [status(MOVED, executed="normal")], {"prefill": "direct"})
+    flipped = status(MOVED).model_copy(update={"mode_executed": "normal"})
+    _, silent = deltas_of([status(ModeCounters())], [flipped], {"prefill": "direct"})
     assert silent == ["prefill rank 0: executed normal, not direct"]
+
+
+@pytest.mark.parametrize(("mode", "lacks"), [("direct", ["scale_out"]), ("hybrid", ["scale_out", "forwarded"])])
+def test_between_nodes_records_must_cross_them(mode: str, lacks: list[str]) -> None:
+    _, silent = deltas_of([status(ModeCounters(), mode, 1)], [status(MOVED, mode, 1)], {"prefill": mode})
+    assert silent == [f"prefill rank 0, {mode}: no {path} {what}" for path in lacks for what in ("records", "bytes")]
 
 
 def test_ranks_at_work_are_read_at_the_same_dispatch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -50,9 +50,10 @@ def ep_backend(*arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
 
 
-def assert_all_moved(statuses: list[RankStatus], modes: dict[str, str], *paths: str) -> None:
+def assert_all_moved(statuses: list[RankStatus], roles: dict[str, tuple[str, ...]]) -> None:
+    """By role, its mode and the paths that its records take."""
     for status in statuses:
-        mode = modes[status.role or ""]
+        mode, *paths = roles[status.role or ""]
         assert status.mode_executed == mode, status
         counters = status.modes[mode]
         assert counters.dispatches and counters.combines, status
@@ -82,7 +83,8 @@ def test_a_pair_serves_survives_misuse_and_a_dead_rank_ends_it(served: Served, u
     decode = next(instance for instance in state.instances if instance.role == "decode")
     assert "mode low_latency (wish low_latency), compact rows" in decode.log.read_text()
     assert answers(state, served.prompts) == served.expected
-    assert_all_moved(all_statuses(state), {"prefill": "direct", "decode": "low_latency"}, "local", "scale_up")
+    roles = {"prefill": ("direct", "local", "scale_up"), "decode": ("low_latency", "local", "scale_out")}
+    assert_all_moved(all_statuses(state), roles)
     assert ep_backend("ask", str(file), "What is expert parallelism?").strip()
     assert "low_latency *" in ep_backend("status", str(file))
 
@@ -108,7 +110,8 @@ def test_a_pair_serves_survives_misuse_and_a_dead_rank_ends_it(served: Served, u
 
     again = up(write_deployment(tmp_path, served.checkpoint, "normal", "hybrid", break_combine=False))
     assert answers(again, served.prompts) == served.expected
-    assert_all_moved(all_statuses(again), {"prefill": "normal", "decode": "hybrid"}, "local", "scale_up")
+    roles = {"prefill": ("normal", "local", "scale_up"), "decode": ("hybrid", "local", "scale_out", "forwarded")}
+    assert_all_moved(all_statuses(again), roles)
     leaders = [instance.pid for instance in again.instances]
     shared = shared_memory_of(session_members(leaders))
     down(again.name)
@@ -123,4 +126,4 @@ def test_both_hops_run_on_two_nodes(mode: str, launches: int, served: Served, up
     assert answers(state, served.prompts) == served.expected
     statuses = all_statuses(state)
     assert [status.world_size for status in statuses] == [4] * 4
-    assert_all_moved(statuses, {"unified": mode}, "local", "scale_up", "scale_out", "forwarded")
+    assert_all_moved(statuses, {"unified": (mode, "local", "scale_up", "scale_out", "forwarded")})
