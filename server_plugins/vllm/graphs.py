@@ -1,6 +1,6 @@
 """CUDA graphs hold the mode they were captured in: this drops a worker's graphs and captures them anew.
 
-Written against the interfaces of vLLM 0.26 to 0.33, which :func:`obstacle` asks for by name; it has not run on a GPU. The
+Written against the interfaces of vLLM 0.26 to 0.33, which :func:`obstacle` asks for by name; on GPUs only 0.26 has run it. The
 engine must be drained and its caches cleared (`/pause?mode=wait&clear_cache=true`), so that no request has state here.
 """
 
