@@ -29,7 +29,8 @@ POLL_S = 0.05
 PROMPT = "a change of mode needs steps"
 STEPS = 4  # tokens asked of an idle instance: the first step agrees, the second one runs the new mode
 
-Restart = Callable[[RoleName, Deployment], Awaitable[None]]
+Restart = Callable[[RoleName, Deployment, Deployment], Awaitable[None]]
+"""Start a role anew as the first one has it; where it does not come up, as the second one does, and raise RestartFailed."""
 
 
 class Busy(Exception):
@@ -128,7 +129,7 @@ class Controller:
                 result.flips.append(await self._flip(role, mode, dry_run=False))
             for role in self._role_names():
                 if role in restarts:
-                    await self._restart(role, wanted)
+                    await self._restart(role, wanted, self.running)
                     self.running = _with_role(self.running, wanted, role)
                     result.restarted.append(role)
             self.running = wanted

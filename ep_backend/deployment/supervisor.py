@@ -76,7 +76,7 @@ class Supervisor:
         target = deployment.target
         patience = 2 * (target.drain_timeout_s + target.stop_timeout_s + target.start_timeout_s)
         self.door = Door(patience) if router.hold else None
-        self.restarts: SimpleQueue[tuple[RoleName, Deployment, Future[None]]] = SimpleQueue()
+        self.restarts: SimpleQueue[tuple[RoleName, Deployment, Deployment, Future[None]]] = SimpleQueue()
         self.state = RunState(
             name=deployment.name,
             pid=os.getpid(),
@@ -106,10 +106,11 @@ class Supervisor:
                 self._enter("failed", str(error))
                 raise
 
-    async def restart(self, role: RoleName, deployment: Deployment) -> None:
-        """Start a role anew as that deployment has it; done by this object's own thread. Raises RestartFailed."""
+    async def restart(self, role: RoleName, wanted: Deployment, running: Deployment) -> None:
+        """Start a role anew as ``wanted`` has it; done by this object's own thread. Raises RestartFailed, and then the role
+        is again as ``running`` has it, which knows of flips and of roles that were restarted before this one."""
         done: Future[None] = Future()
-        self.restarts.put((role, deployment, done))
+        self.restarts.put((role, wanted, running, done))
         await asyncio.wrap_future(done)
 
     @contextlib.contextmanager
@@ -151,14 +152,13 @@ class Supervisor:
 
     def _restart_asked(self) -> None:
         while not self.restarts.empty():
-            role, deployment, done = self.restarts.get()
-            before = self.deployment
+            role, wanted, running, done = self.restarts.get()
             try:
                 try:
-                    self._relaunch(role, deployment)
+                    self._relaunch(role, wanted)
                 except InstanceFailed as failure:
                     self._keep_logs(role)
-                    self._relaunch(role, before)
+                    self._relaunch(role, running)
                     done.set_exception(RestartFailed(f"{failure}\n{role} runs with its old settings again"))
                 else:
                     done.set_result(None)

@@ -87,6 +87,26 @@ def test_a_restart_that_fails_brings_the_old_settings_back(workplace: Workplace)
     assert {change["place"] for change in now["drift"]} == {"roles.decode.ep.max_tokens", "roles.decode.env.FAKE_DIES"}
 
 
+def test_what_a_failed_restart_brings_back_is_what_ran(workplace: Workplace) -> None:
+    """Not what the deployment started with: flips since then count, and roles that were restarted before the one that failed."""
+    file = str(workplace.file)
+    assert workplace.run("up", file, "--detach")[0] == 0
+    edit(workplace, "mode: low_latency", "mode: hybrid")
+    assert workplace.run("flip", file)[0] == 0
+    before = pids(workplace)
+    edit(workplace, "max_tokens: 1024}", "max_tokens: 2048}")
+    edit(workplace, "max_tokens: 256}", "max_tokens: 512}\n    env: {FAKE_DIES: decode}")
+    code, output = workplace.run("flip", file, "--restart")
+    assert code == 1 and "decode runs with its old settings again" in output, output
+    now = status(workplace)
+    assert [(role["mode_desired"], role["mode_executed"], role["drift"]) for role in now["roles"]] == [
+        ("direct", "direct", []),
+        ("hybrid", "hybrid", []),
+    ]
+    assert {change["place"] for change in now["drift"]} == {"roles.decode.ep.max_tokens", "roles.decode.env.FAKE_DIES"}
+    assert pids(workplace)["prefill"] != before["prefill"]
+
+
 def test_an_interrupted_flip_says_what_goes_on(workplace: Workplace) -> None:
     file = str(workplace.file)
     assert workplace.run("up", file, "--detach")[0] == 0

@@ -57,7 +57,7 @@ def test_only_loopback_is_served_without_a_key(service: StartService, host: str)
         start_service(open_to_all, RunState, _no_restart, Audit(Path("unused")))
 
 
-async def _no_restart(role: RoleName, deployment: Deployment) -> None:
+async def _no_restart(role: RoleName, wanted: Deployment, running: Deployment) -> None:
     raise AssertionError("nothing asked for a restart")
 
 
