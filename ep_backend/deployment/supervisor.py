@@ -17,7 +17,14 @@ from ep_backend.control.controller import RestartFailed
 from ep_backend.control.door import Door
 from ep_backend.control.service import start_service
 from ep_backend.deployment.agents import rank_statuses
-from ep_backend.deployment.instances import Instance, engine_instances, namespaces_of, role_instances, router_instance
+from ep_backend.deployment.instances import (
+    Instance,
+    engine_instances,
+    namespaces_of,
+    role_instances,
+    router_instance,
+    without_proxy,
+)
 from ep_backend.deployment.load import Loaded
 from ep_backend.deployment.logs import last_errors
 from ep_backend.deployment.namespaces import inside, namespaces
@@ -208,7 +215,7 @@ class Supervisor:
             with log.open("wb") as output:
                 child = subprocess.Popen(
                     inside(instance.namespace, instance.command) if instance.namespace else instance.command,
-                    env={**os.environ, **instance.env},
+                    env=without_proxy({**os.environ, **instance.env}, [*self.engines, instance]),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -287,7 +294,7 @@ class Supervisor:
 
 def _answers(url: str) -> bool:
     try:
-        return httpx.get(url, timeout=5.0).status_code == 200
+        return httpx.get(url, timeout=5.0, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
 

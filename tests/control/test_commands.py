@@ -88,7 +88,7 @@ def test_a_restart_that_fails_brings_the_old_settings_back(workplace: Workplace)
 
 
 def test_what_a_failed_restart_brings_back_is_what_ran(workplace: Workplace) -> None:
-    """Not what the deployment started with: flips since then count, and roles that were restarted before the one that failed."""
+    """Not what the deployment started with: flips since then count, and roles that were restarted before this one."""
     file = str(workplace.file)
     assert workplace.run("up", file, "--detach")[0] == 0
     edit(workplace, "mode: low_latency", "mode: hybrid")

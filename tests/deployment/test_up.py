@@ -85,6 +85,19 @@ def test_up_status_ask_down(workplace: Workplace) -> None:
     assert code == 1 and f"does not run ({missing}); start it with" in output
 
 
+def test_a_proxy_does_not_stand_before_what_runs_here(workplace: Workplace) -> None:
+    """Neither between `up` and its instances, nor between these, which are told so: they reach the hub through it."""
+    workplace.file.write_text(f"{workplace.file.read_text()}target: {{start_timeout_s: 30}}\n")
+    file, proxy = str(workplace.file), {"HTTP_PROXY": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
+    code, output = workplace.run("up", file, "--detach", **proxy, no_proxy="intranet")
+    assert code == 0, output
+    assert workplace.run("ask", file, "how are you?", **proxy) == (0, "fine\n")
+    for pid in sessions(workplace):
+        given = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        assert {"HTTP_PROXY=http://127.0.0.1:9", "NO_PROXY=intranet,localhost,127.0.0.1,::1"} <= set(given)
+        assert "no_proxy=intranet,localhost,127.0.0.1,::1" in given
+
+
 def test_ctrl_c_leaves_nothing(workplace: Workplace) -> None:
     child = start_foreground(workplace)
     leaders = sessions(workplace)
