@@ -18,6 +18,7 @@ from ep_backend.control.models import Applied, Change, DeploymentStatus, FlipRes
 from ep_backend.control.ranks import RankFailed, Ranks, silence
 from ep_backend.control.vllm_admin import VllmAdmin
 from ep_backend.deployment.agents import TIMEOUT_S
+from ep_backend.deployment.checks import check_restartable
 from ep_backend.deployment.load import Loaded, load
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.rank_status import RankStatus
@@ -111,12 +112,16 @@ class Controller:
 
         Every rank is asked before anything changes. A flip that fails ends it; what was changed before stays.
         """
-        wanted = load(self._file, text).deployment
+        loaded = load(self._file, text)
+        wanted = loaded.deployment
         if wanted.name != self.running.name:
             raise DeploymentError([f"name: is {wanted.name}, but this is {self.running.name}; a file keeps its name"])
         async with self._only_change():
             found = changes(self.running, wanted)
             result = Applied(changes=found, dry_run=dry_run)
+            restarts = {c.role for c in found if c.action == "restart"}
+            if restarts and (problems := await asyncio.to_thread(check_restartable, wanted)):
+                raise loaded.error(problems)
             flips = {role: wish.ep.mode for role, wish in wanted.roles.items() if _only_flips(found, role)}
             planned = [await self._flip(role, mode, dry_run=True) for role, mode in flips.items()]
             if dry_run:
@@ -124,7 +129,6 @@ class Controller:
             blocked = [c for c in found if c.action == "redeploy" or (c.action == "restart" and not restart)]
             if blocked:
                 raise NeedsRestart(blocked)
-            restarts = {c.role for c in found if c.action == "restart"}
             for role, mode in flips.items():
                 result.flips.append(await self._flip(role, mode, dry_run=False))
             for role in self._role_names():

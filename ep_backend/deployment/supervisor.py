@@ -25,6 +25,7 @@ from ep_backend.deployment.instances import (
     router_instance,
     without_proxy,
 )
+from ep_backend.deployment.interpreters import NoInterpreter
 from ep_backend.deployment.load import Loaded
 from ep_backend.deployment.logs import last_errors
 from ep_backend.deployment.namespaces import inside, namespaces
@@ -163,7 +164,7 @@ class Supervisor:
             try:
                 try:
                     self._relaunch(role, wanted)
-                except InstanceFailed as failure:
+                except (InstanceFailed, NoInterpreter, OSError) as failure:
                     self._keep_logs(role)
                     self._relaunch(role, running)
                     done.set_exception(RestartFailed(f"{failure}\n{role} runs with its old settings again"))

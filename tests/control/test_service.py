@@ -172,8 +172,26 @@ def test_a_rule_that_fails_on_a_file_does_not_silence_the_service(
 def test_only_yaml_of_a_sane_size_is_read(service: StartService) -> None:
     control = service()
     assert control.client.post("/v1/deployment", content=FILE, headers={"Content-Type": "text/plain"}).status_code == 415
-    assert control.apply("#" * 1_000_001).status_code == 413
+    assert control.apply(FILE + f"{'#' * 79}\n" * 20_000, dry_run="true").status_code != 413  # lint and up read it, too
+    assert control.apply("#" * ((4 << 20) + 1)).status_code == 413
     assert control.client.post("/v1/deployment", content=b"\xff", headers={"Content-Type": "text/yaml"}).status_code == 422
+
+
+def test_a_change_counts_where_the_audit_log_cannot_be_written(service: StartService) -> None:
+    control = service()
+    control.audit.mkdir()
+    text = FILE.replace("mode: low_latency, max_tokens: 2048", "mode: low_latency, max_tokens: 4096")
+    assert control.apply(text, restart="true").json()["restarted"] == ["decode"]
+    answer = control.client.get("/v1/audit")
+    assert answer.status_code == 500 and str(control.audit) in answer.json()["detail"]
+
+
+def test_an_audit_log_that_was_cut_off_goes_on(service: StartService) -> None:
+    control = service()
+    control.flip("decode", "fast")
+    control.audit.write_bytes(control.audit.read_bytes() + b'\xff\n{"time": "2026')
+    control.flip("decode", "faster")
+    assert [entry["what"] for entry in control.client.get("/v1/audit").json()] == ["decode to fast", "decode to faster"]
 
 
 def test_a_restart_is_announced_and_done_when_asked_for(service: StartService) -> None:
