@@ -200,11 +200,16 @@ class Role(Strict):
 
     @property
     def flags(self) -> dict[str, JsonValue]:
-        """Flags by their dashed names; `flag.key` is a key of the flag's mapping, as in vLLM's parser."""
+        """Flags by their dashed names; `flag.key` is a key of the flag's mapping, as in vLLM's parser.
+
+        A `no-flag` that is on is the flag, off.
+        """
         flags: dict[str, JsonValue] = {}
         for key, value in sorted(self.args.items(), key=lambda item: "." in item[0]):
             flag, *path = key.lstrip("-").split(".")
             flag = flag.replace("_", "-")
+            if value is True and flag.startswith("no-"):
+                flag, value = flag.removeprefix("no-"), False
             flags[flag] = _with_key(flags.get(flag), path, value) if path else value
         return flags
 

@@ -46,6 +46,14 @@ OWNED_FLAGS = {
     "device": "topology.device",
     "model-path": "model.path",
 }
+OTHER_WAYS = {
+    "uds": "at a socket in a folder, not at its port",
+    "ssl-certfile": "by HTTPS only",
+    "ssl-keyfile": "by HTTPS only",
+    "grpc": "by gRPC only",
+    "grpc-mode": "by gRPC only",
+    "smg-grpc-mode": "by gRPC only",
+}
 OWNED_ENV = ("EP_BACKEND_SETTINGS", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
 # Variables with these prefixes have a complete list of names; others are not judged.
 OUR_ENV = ("EP_BACKEND_SETTINGS", "EP_BACKEND_FAULT", "EP_BACKEND_ALLOW_UNTESTED_VLLM", "EP_CUDA")
@@ -58,16 +66,30 @@ NVSHMEM_PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 
 
 def check_owned(view: RoleView) -> Iterator[Problem]:
-    """Keys that the file itself decides; needs no table."""
+    """Keys that the file itself decides, also where they are short for the flag, or turn it off."""
+    known = table(view.role.engine, engine_version(view)).flags
     for key, value in view.role.args.items():
         if view.name != "unified" and _flag(key) == TRANSFER and isinstance(value, dict) and further_transfer(value) == value:
             continue
-        if owner := OWNED_FLAGS.get(_flag(key)):
+        if owner := OWNED_FLAGS.get(_switch(_written_out(key, known))):
             place = (*view.place, "args", key)
             yield problem("EP304", place, f"`{owner}` of this file decides that flag", "remove it here")
     for key in view.role.env:
         if key in OWNED_ENV:
             yield problem("EP305", (*view.place, "env", key), "`up` sets that variable itself", "remove it here")
+
+
+def check_reachable(view: RoleView) -> Iterator[Problem]:
+    """Router, probes, `up` and the control service ask an engine by plain HTTP at the port that it is given."""
+    for key, value in view.role.args.items():
+        place = (*view.place, "args", key)
+        if _flag(key) in OTHER_WAYS and value not in (None, False):
+            yield problem("EP315", place, f"lets the engine answer {OTHER_WAYS[_flag(key)]}", "remove it")
+        elif _flag(key) == "api-key" and view.deployment.target.kind == "local":
+            yield problem("EP316", place, "is a key that neither `ask` nor `flip` has", "let what stands before the router ask")
+    if "VLLM_API_KEY" in view.role.env and view.deployment.target.kind == "local":
+        place = (*view.place, "env", "VLLM_API_KEY")
+        yield problem("EP316", place, "is a key that neither `ask` nor `flip` has", "let what stands before the router ask")
 
 
 def check_values(view: RoleView) -> Iterator[Problem]:
@@ -76,7 +98,7 @@ def check_values(view: RoleView) -> Iterator[Problem]:
     spelt: dict[str, str] = {}
     for key, value in view.role.args.items():
         flag = _flag(key)
-        if "." not in key and (before := spelt.setdefault(flag, key)) != key:
+        if "." not in key and (before := spelt.setdefault(_switch(key), key)) != key:
             yield problem("EP300", (*view.place, "args", key), f"is {before} again, in another spelling", "keep one of them")
         takes = None if "." in key else known.flags.get(flag)
         if flag in known.inside:
@@ -152,9 +174,9 @@ def check_flags(view: RoleView) -> Iterator[Problem]:
             yield problem("EP302", place, f"is gone from {_name(known)}", f"write {old[flag]}")
         elif len(longer) > 1:
             yield problem("EP303", place, f"fits {_some(longer)} of {_name(known)}", "write one of them")
-        elif longer:
+        elif longer and _switch(longer[0]) not in OWNED_FLAGS:
             yield problem("EP307", place, f"is short for {longer[0]}", f"write {longer[0]}")
-        else:
+        elif not longer:
             yield problem("EP301", place, f"is no flag of {_name(known)}", _suggest(flag, flags, "remove it"))
 
 
@@ -244,6 +266,17 @@ def _name(known: Table) -> str:
 def _flag(key: str) -> str:
     """A flag's name without dashes before it, and without the JSON path after a dot."""
     return key.replace("_", "-").lstrip("-").split(".")[0]
+
+
+def _switch(key: str) -> str:
+    """The flag that this one turns off, or itself."""
+    return _flag(key).removeprefix("no-")
+
+
+def _written_out(key: str, flags: Iterable[str]) -> str:
+    """The flag that the engine's parser takes it for."""
+    longer = [name for name in flags if name.startswith(_flag(key))]
+    return longer[0] if len(longer) == 1 else _flag(key)
 
 
 def _some(names: list[str]) -> str:
