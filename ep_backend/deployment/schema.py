@@ -245,9 +245,16 @@ def _parsed(value: JsonValue) -> JsonValue:
 
 def whole_number(value: JsonValue | None) -> int | None:
     """A number, also as the engines accept it in words: "8192", "8k" (8000), "8K" (8192)."""
-    if isinstance(value, str) and (found := re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)([kKmMgG]?)", value)):
+    if isinstance(value, str) and (found := re.fullmatch(r"([+-]?\d{1,18}(?:\.\d{1,18})?)([kKmMgG]?)", value)):
         return int(float(found[1]) * SUFFIXES[found[2]])
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def decimal(value: JsonValue | None) -> float | None:
+    """A number, also as the engines accept it in words: "0.9", ".9"."""
+    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value):
+        return float(value)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 class Roles(Strict):

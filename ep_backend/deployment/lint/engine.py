@@ -12,6 +12,7 @@ from ep_backend.deployment.flags import TRANSFER, further_transfer
 from ep_backend.deployment.lint.values import refused, refused_inside
 from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
+from ep_backend.deployment.schema import decimal, whole_number
 from ep_backend.deployment.spelling import in_yaml
 from ep_backend.errors import did_you_mean
 
@@ -61,6 +62,8 @@ OTHER_BACKENDS = re.compile(
     r"SGLANG_(DEEPEP|MORI|NIXL|PPLX)_|VLLM_DEEPEP_|DEEPEP_|EP_(JIT|NUM|DISABLE_GIN|NIC|OVERRIDE|REUSE|BUFFER)_?"
 )
 MOST_NAMES = 6
+# Flags that the rules and the plan count with, of which no engine takes less than one.
+COUNTS = ("tensor-parallel-size", "tp-size", "tp", "max-num-seqs", "max-num-batched-tokens", "max-running-requests")
 FRACTIONS = ("gpu-memory-utilization", "mem-fraction-static")
 NVSHMEM_PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 
@@ -103,11 +106,15 @@ def check_values(view: RoleView) -> Iterator[Problem]:
         takes = None if "." in key else known.flags.get(flag)
         if flag in known.inside:
             yield from _values_inside(view, known, key, exact=version in (None, known.version))
+        if flag in COUNTS and (count := whole_number(value)) is not None and count < 1:
+            what = f"is {in_yaml(value)}, must be at least 1"
+            yield problem("EP309", (*view.place, "args", key), what, "write 1 or more, or leave it out")
+            continue
         if flag in OWNED_FLAGS or flag not in known.flags or _value_gone(known, flag, value):
             continue
         if isinstance(takes, list) and version not in (None, known.version):
             takes = TEXT
-        if flag in FRACTIONS and isinstance(value, (int, float)) and not 0 < value <= 1:
+        if flag in FRACTIONS and (share := decimal(value)) is not None and not 0 < share <= 1:
             what = f"is {in_yaml(value)}, must be a share of the GPU's memory, above 0 and at most 1"
             yield problem("EP309", (*view.place, "args", key), what, "write one such as 0.85")
         elif fault := refused(takes, value):
