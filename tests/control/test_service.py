@@ -24,6 +24,7 @@ from ep_backend.deployment.state import RunState
 from tests.control.conftest import FILE, KEY, Service
 from tests.control.instance import instance
 
+JSON = {"Content-Type": "application/json"}
 StartService = Callable[..., Service]
 ROUTES = [
     ("GET", "/v1/status"),
@@ -46,6 +47,16 @@ def test_every_route_wants_the_key(service: StartService, key: str | None) -> No
         assert answer.status_code == 401, (path, answer.text)
         assert "Authorization: Bearer KEY" in answer.text
     assert not control.audit.exists()
+
+
+def test_no_body_is_read_without_end(service: StartService) -> None:
+    """Not even of somebody without the key."""
+    control = service()
+    sent = (b" " * (1 << 20) for _ in range(1 << 20))
+    answer = httpx.post(
+        f"{control.client.base_url}/v1/ask", content=sent, headers={"Content-Type": "application/json"}, timeout=60
+    )
+    assert answer.status_code == 413 and "larger than 4 MiB" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "control.example"])
