@@ -218,13 +218,14 @@ def test_an_engine_that_shuts_down_after_losing_a_rank_is_not_just_status_0(work
     assert "Engine core process EngineCore_DP1 died unexpectedly." in output
 
 
-def test_a_killed_instance_takes_all_down_and_is_named(workplace: Workplace) -> None:
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (40, "signal 40")])
+def test_a_killed_instance_takes_all_down_and_is_named(workplace: Workplace, number: int, name: str) -> None:
     child = start_foreground(workplace)
     leaders = sessions(workplace)
-    os.kill(leaders[0], signal.SIGKILL)
+    os.kill(leaders[0], number)
     output, _ = child.communicate(timeout=60)
     assert child.returncode == 1
-    assert "prefill was ended by SIGKILL" in output
+    assert f"prefill was ended by {name}" in output
     assert_nothing_left(workplace, leaders)
 
 
