@@ -70,6 +70,7 @@ class Controller:
         self._restart = restart
         self._change = asyncio.Lock()
         self._pending: dict[RoleName, Pending] = {}
+        self._abandoned: dict[RoleName, int] = {}  # the last token, which ranks take for one that comes late
         self._http = httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False)
         self.outcomes: Counter[tuple[RoleName, str]] = Counter()
 
@@ -163,6 +164,7 @@ class Controller:
                 await ranks.check(mode)
             return result.model_copy(update={"outcome": "would apply"})
         used = {token for s in statuses for token in (s.flip.token, s.flip.agreed_token, s.graphs.token)}
+        used.add(self._abandoned.get(role, 0))
         token, other = random.sample([token for token in range(1, 256) if token not in used], 2)
         started = time.monotonic()
         self._pending[role] = Pending(mode=mode, token=token)
@@ -189,6 +191,7 @@ class Controller:
                 with contextlib.suppress(asyncio.CancelledError):
                     await nudge
         except BaseException as failure:
+            self._abandoned[ranks.role] = proposal.token
             with contextlib.suppress(RankFailed):  # a rank that does not answer cannot agree either
                 await ranks.abandon(proposal.token)
             late = await ranks.statuses()
