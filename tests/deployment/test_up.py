@@ -302,6 +302,16 @@ def test_up_lets_one_that_failed_end_first(workplace: Workplace) -> None:
         assert code == 0, output
 
 
+@pytest.mark.parametrize("command", ["up", "status", "down", "flip"])
+def test_a_folder_that_was_removed_is_told(workplace: Workplace, command: str) -> None:
+    gone = workplace.folder / "gone"
+    gone.mkdir()
+    program = f"cd {gone} && rmdir {gone} && exec {workplace.folder}/bin/python -P -m ep_backend {command} {workplace.file}"
+    done = subprocess.run(["bash", "-c", program], env=workplace.env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "ep-backend: the current folder was removed; go to the one where the deployment was started\n"
+
+
 def test_a_file_where_the_folder_belongs_is_told(workplace: Workplace) -> None:
     (workplace.folder / ".ep").touch()
     for command in (["status"], ["down"], ["up"], ["up", "--detach"]):
