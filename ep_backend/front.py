@@ -21,7 +21,7 @@ from fastapi.responses import PlainTextResponse
 from ep_backend.agent import MOST_BYTES, SILENT_S
 from ep_backend.control.metrics import Ranks, exposition
 from ep_backend.control.nics import ports
-from ep_backend.serving import needs_key
+from ep_backend.serving import Bounded, needs_key
 
 FRESH_S = 1.0
 
@@ -98,6 +98,7 @@ class Rank:
 
 def make_app(rank: Rank, key: str | None) -> FastAPI:
     app = FastAPI(title="ep_backend agent", dependencies=[Depends(needs_key(key))], docs_url=None, openapi_url=None)
+    app.add_middleware(Bounded, most=MOST_BYTES)
 
     @app.get("/status")
     async def status() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hmac
 import ipaddress
+import json
 import socket
 import threading
 from collections.abc import Callable
@@ -52,6 +53,39 @@ def require_key(key: str | None, *, setting: str, host: str) -> None:
     """ValueError if a host that others can reach has no key. ``setting`` as in :class:`Background`."""
     if not key and not is_loopback(host):
         raise ValueError(f"{setting}host={host} can be reached from other machines; set {setting}key, or use 127.0.0.1")
+
+
+class Bounded:
+    """An ASGI app before another one, which gets no request with a body of more bytes: frameworks read all of it, before they
+    look at the key."""
+
+    def __init__(self, app: Any, most: int) -> None:
+        self._app = app
+        self._most = most
+
+    async def __call__(self, scope: dict[str, Any], receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self._most:
+                said = json.dumps({"detail": f"the request is larger than {self._most >> 20} MiB, as none here may be"})
+                headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+                await send({"type": "http.response.start", "status": 413, "headers": headers})
+                await send({"type": "http.response.body", "body": said.encode()})
+                return
+        parts = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def again() -> Any:
+            return parts.pop() if parts else await receive()
+
+        await self._app(scope, again, send)
 
 
 class Background:

@@ -95,6 +95,13 @@ def test_a_key_is_asked_for(agent):
     assert status(one, Authorization="Bearer secret").status_code == 200
 
 
+def test_no_body_is_read_without_end(agent):
+    sent = iter([b" " * (1 << 20), b" "])
+    address = f"http://127.0.0.1:{agent(key='K').port}/flip/check"
+    answer = httpx.post(address, content=sent, headers={"Content-Type": "application/json"}, timeout=60)
+    assert answer.status_code == 413 and "larger than 1 MiB" in answer.json()["detail"]
+
+
 def test_a_reachable_host_needs_a_key(agent):
     with pytest.raises(ValueError, match=r"agent_host=0.0.0.0 can be reached from other machines; set agent_key"):
         agent(host="0.0.0.0")

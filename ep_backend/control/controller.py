@@ -18,6 +18,7 @@ from ep_backend.control.models import Applied, Change, DeploymentStatus, FlipRes
 from ep_backend.control.ranks import RankFailed, Ranks, silence
 from ep_backend.control.vllm_admin import VllmAdmin
 from ep_backend.deployment.agents import TIMEOUT_S
+from ep_backend.deployment.checks import check_restartable
 from ep_backend.deployment.load import Loaded, load
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.rank_status import RankStatus
@@ -29,7 +30,8 @@ POLL_S = 0.05
 PROMPT = "a change of mode needs steps"
 STEPS = 4  # tokens asked of an idle instance: the first step agrees, the second one runs the new mode
 
-Restart = Callable[[RoleName, Deployment], Awaitable[None]]
+Restart = Callable[[RoleName, Deployment, Deployment], Awaitable[None]]
+"""Start a role anew as the first one has it; where it does not come up, as the second one does, and raise RestartFailed."""
 
 
 class Busy(Exception):
@@ -68,6 +70,7 @@ class Controller:
         self._restart = restart
         self._change = asyncio.Lock()
         self._pending: dict[RoleName, Pending] = {}
+        self._abandoned: dict[RoleName, int] = {}  # the last token, which ranks take for one that comes late
         self._http = httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False)
         self.outcomes: Counter[tuple[RoleName, str]] = Counter()
 
@@ -110,12 +113,16 @@ class Controller:
 
         Every rank is asked before anything changes. A flip that fails ends it; what was changed before stays.
         """
-        wanted = load(self._file, text).deployment
+        loaded = load(self._file, text)
+        wanted = loaded.deployment
         if wanted.name != self.running.name:
             raise DeploymentError([f"name: is {wanted.name}, but this is {self.running.name}; a file keeps its name"])
         async with self._only_change():
             found = changes(self.running, wanted)
             result = Applied(changes=found, dry_run=dry_run)
+            restarts = {c.role for c in found if c.action == "restart"}
+            if restarts and (problems := await asyncio.to_thread(check_restartable, wanted)):
+                raise loaded.error(problems)
             flips = {role: wish.ep.mode for role, wish in wanted.roles.items() if _only_flips(found, role)}
             planned = [await self._flip(role, mode, dry_run=True) for role, mode in flips.items()]
             if dry_run:
@@ -123,12 +130,11 @@ class Controller:
             blocked = [c for c in found if c.action == "redeploy" or (c.action == "restart" and not restart)]
             if blocked:
                 raise NeedsRestart(blocked)
-            restarts = {c.role for c in found if c.action == "restart"}
             for role, mode in flips.items():
                 result.flips.append(await self._flip(role, mode, dry_run=False))
             for role in self._role_names():
                 if role in restarts:
-                    await self._restart(role, wanted)
+                    await self._restart(role, wanted, self.running)
                     self.running = _with_role(self.running, wanted, role)
                     result.restarted.append(role)
             self.running = wanted
@@ -158,6 +164,7 @@ class Controller:
                 await ranks.check(mode)
             return result.model_copy(update={"outcome": "would apply"})
         used = {token for s in statuses for token in (s.flip.token, s.flip.agreed_token, s.graphs.token)}
+        used.add(self._abandoned.get(role, 0))
         token, other = random.sample([token for token in range(1, 256) if token not in used], 2)
         started = time.monotonic()
         self._pending[role] = Pending(mode=mode, token=token)
@@ -184,6 +191,7 @@ class Controller:
                 with contextlib.suppress(asyncio.CancelledError):
                     await nudge
         except BaseException as failure:
+            self._abandoned[ranks.role] = proposal.token
             with contextlib.suppress(RankFailed):  # a rank that does not answer cannot agree either
                 await ranks.abandon(proposal.token)
             late = await ranks.statuses()

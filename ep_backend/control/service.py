@@ -21,7 +21,8 @@ from ep_backend.deployment.client import chat
 from ep_backend.deployment.load import Loaded
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.state import RunState
-from ep_backend.serving import Background, is_loopback, needs_key, require_key, url_host
+from ep_backend.files import MOST_BYTES
+from ep_backend.serving import Background, Bounded, is_loopback, needs_key, require_key, url_host
 from ep_backend.values import Positive
 
 PAGE = Path(__file__).with_name("page.html")
@@ -29,7 +30,6 @@ PAGE = Path(__file__).with_name("page.html")
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'"
 )
-FILE_BYTES = 1_000_000
 
 
 def _in_utf8(text: str) -> str:
@@ -55,6 +55,7 @@ def make_app(controller: Controller, state: Callable[[], RunState], audit: Audit
     if is_loopback(host):
         # A page from elsewhere must not reach this service under a name of its own.
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=["localhost", "127.0.0.1", "[::1]", url_host(host)])
+    app.add_middleware(Bounded, most=MOST_BYTES)
     _explain_errors(app)
 
     @app.get("/", include_in_schema=False)
@@ -124,13 +125,8 @@ async def _yaml(request: Request) -> str:
     kind = request.headers.get("content-type", "").partition(";")[0]
     if kind not in ("application/yaml", "application/x-yaml", "text/yaml"):
         raise HTTPException(415, f"content type {kind!r} is no file; send application/yaml")
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > FILE_BYTES:
-            raise HTTPException(413, f"more than {FILE_BYTES} bytes; a deployment file is smaller")
     try:
-        return body.decode()
+        return (await request.body()).decode()
     except UnicodeDecodeError as error:
         raise HTTPException(422, f"the file is not UTF-8: {error}") from None
 
@@ -146,6 +142,11 @@ def _explain_errors(app: FastAPI) -> None:
     def explain(_: Request, error: RequestValidationError) -> JSONResponse:
         """Without the values given: not every one can be sent back, as half of a surrogate pair."""
         return JSONResponse({"detail": [{key: fault[key] for key in ("loc", "msg")} for fault in error.errors()]}, 422)
+
+    @app.exception_handler(Exception)
+    def own_fault(_: Request, error: Exception) -> JSONResponse:
+        """Said as any other answer is; its traceback goes to the log."""
+        return JSONResponse({"detail": f"the control service failed: {type(error).__name__}: {error}"}, 500)
 
     answers(Busy, lambda _: (409, {}))
     answers(NotAllowed, lambda error: (422, {"allowed": error.allowed}))

@@ -31,7 +31,7 @@ def all_statuses(state: RunState) -> list[RankStatus]:
 def _ask(agent: str, instance: InstanceState, key: str | None) -> RankStatus:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        response = httpx.get(f"{agent}/status", headers=headers, timeout=TIMEOUT_S)
+        response = httpx.get(f"{agent}/status", headers=headers, timeout=TIMEOUT_S, trust_env=False)
         return status_in(response, agent)
     except (httpx.HTTPError, ValueError) as error:
         return RankStatus(agent=agent, role=instance.role, error=f"{type(error).__name__}: {error}")

@@ -49,6 +49,12 @@ CLASSES: tuple[tuple[str, Kind, str], ...] = (
     ("roles.*.ep.overlap", "restart", "the engine builds its micro-batches at start"),
     ("roles.*.ep.gpus_per_node", "restart", "the buffer's layout depends on the domains"),
     ("roles.*.ep.*", "restart", "the buffer is made with it"),
+    (
+        "roles.prefill.engine",
+        "redeploy",
+        "both roles and their router are of one engine",
+    ),
+    ("roles.decode.engine", "redeploy", "both roles and their router are of one engine"),
     ("roles.*.data_parallel", "restart", "the EP group changes size"),
     ("roles.*.nodes", "restart", "the EP group changes its machines"),
     ("roles.*.args*", "restart", "the engine reads its flags at start"),

@@ -18,7 +18,12 @@ def check_startable(deployment: Deployment) -> list[Problem]:
     if deployment.target.kind != "local":
         what = f"is {deployment.target.kind}, but `up` starts processes on this machine"
         problems.append(Problem(("target", "kind"), what, "use target: {kind: local}", "EP013"))
-    return [*problems, *_check_sglang(deployment), *_check_namespaces(deployment), *_check_ports_free(deployment)]
+    return [*problems, *check_restartable(deployment), *_check_namespaces(deployment), *_check_ports_free(deployment)]
+
+
+def check_restartable(deployment: Deployment) -> list[Problem]:
+    """What a restart of roles asks of this machine, beside what runs already."""
+    return list(_check_sglang(deployment))
 
 
 def _check_sglang(deployment: Deployment) -> Iterator[Problem]:

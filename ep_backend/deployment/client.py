@@ -27,7 +27,8 @@ def complete(state: RunState, prompt: str, tokens: int) -> list[int]:
 def stream(state: RunState, prompt: str, tokens: int) -> Iterator[int]:
     """The same, each token when it comes."""
     body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "return_token_ids": True, "stream": True}
-    with httpx.stream("POST", f"{state.url}/v1/completions", json=_greedy(state, body), timeout=TIMEOUT_S) as response:
+    url, sent = f"{state.url}/v1/completions", _greedy(state, body)
+    with httpx.stream("POST", url, json=sent, timeout=TIMEOUT_S, trust_env=False) as response:
         if response.is_error:
             response.read()
         _raise_for_status(response)
@@ -40,7 +41,7 @@ def stream(state: RunState, prompt: str, tokens: int) -> Iterator[int]:
 
 
 def _post(state: RunState, route: str, body: dict[str, Any]) -> dict[str, Any]:
-    response = httpx.post(f"{state.url}{route}", json=_greedy(state, body), timeout=TIMEOUT_S)
+    response = httpx.post(f"{state.url}{route}", json=_greedy(state, body), timeout=TIMEOUT_S, trust_env=False)
     _raise_for_status(response)
     try:
         choice: dict[str, Any] = response.json()["choices"][0]

@@ -23,6 +23,7 @@ Place = tuple[int | str, ...]
 MOST_VALUES = 10_000
 MOST_DEPTH = 50
 MOST_BITS = 64
+MOST_TEXT = 1 << 16  # Linux passes a program's arguments and variables up to twice that
 
 
 def parse(file: Path, text: str | None = None) -> tuple[Any, list[Problem]]:
@@ -169,6 +170,9 @@ def _unwritable(value: Any, sizes: dict[int, int], place: Place = ()) -> Iterato
             yield place, f"holds {value!a}, half of a character", "write the character itself"
         elif "\0" in value:
             yield place, "holds a NUL character, which neither paths nor arguments may", "remove it"
+        elif (size := len(value.encode())) > MOST_TEXT:
+            what = f"is a text of {size} bytes, must have {MOST_TEXT} or fewer"
+            yield place, what, "put it into a file, and name that"
     elif isinstance(value, int):
         if value.bit_length() > MOST_BITS:
             what = f"is a whole number of {value.bit_length()} bits, must have {MOST_BITS} or fewer"

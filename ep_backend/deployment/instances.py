@@ -4,10 +4,12 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
+from urllib.parse import urlsplit
 
 from ep_backend.deployment import interpreters, namespaces
 from ep_backend.deployment.changes import captures
@@ -148,6 +150,16 @@ def _sglang_commands(deployment: Deployment, name: RoleName, role: Role, site: _
     if name == "prefill":
         command += [BOOTSTRAP, str(free_ports(1))]
     return [[*command, "--host", site.host, "--port", str(site.port)]]
+
+
+def without_proxy(env: Mapping[str, str], instances: Iterable[Instance]) -> dict[str, str]:
+    """The environment, with these instances' hosts among those that no proxy stands before: engines and routers are told
+    of each other by address, and a proxy set for the way to the hub does not reach this machine's own."""
+    urls = [url for instance in instances for url in (instance.health, *instance.agents) if url]
+    hosts = dict.fromkeys(["localhost", "127.0.0.1", "::1", *(urlsplit(url).hostname or "" for url in urls)])
+    given = env.get("no_proxy") or env.get("NO_PROXY")
+    direct = ",".join([given, *hosts] if given else hosts)
+    return {**env, "no_proxy": direct, "NO_PROXY": direct}
 
 
 def namespaces_of(deployment: Deployment) -> dict[str, str]:

@@ -40,7 +40,12 @@ def ending(pid: int) -> str:
 
 def ended_as(code: int) -> str:
     """An exit status in words; below zero it is a signal."""
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+    return f"was ended by {signal_name(-code)}" if code < 0 else f"exited with status {code}"
+
+
+def signal_name(number: int) -> str:
+    """Python names only the first and the last of the real-time signals."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 @contextlib.contextmanager

@@ -200,11 +200,16 @@ class Role(Strict):
 
     @property
     def flags(self) -> dict[str, JsonValue]:
-        """Flags by their dashed names; `flag.key` is a key of the flag's mapping, as in vLLM's parser."""
+        """Flags by their dashed names; `flag.key` is a key of the flag's mapping, as in vLLM's parser.
+
+        A `no-flag` that is on is the flag, off.
+        """
         flags: dict[str, JsonValue] = {}
         for key, value in sorted(self.args.items(), key=lambda item: "." in item[0]):
             flag, *path = key.lstrip("-").split(".")
             flag = flag.replace("_", "-")
+            if value is True and flag.startswith("no-"):
+                flag, value = flag.removeprefix("no-"), False
             flags[flag] = _with_key(flags.get(flag), path, value) if path else value
         return flags
 
@@ -240,9 +245,16 @@ def _parsed(value: JsonValue) -> JsonValue:
 
 def whole_number(value: JsonValue | None) -> int | None:
     """A number, also as the engines accept it in words: "8192", "8k" (8000), "8K" (8192)."""
-    if isinstance(value, str) and (found := re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)([kKmMgG]?)", value)):
+    if isinstance(value, str) and (found := re.fullmatch(r"([+-]?\d{1,18}(?:\.\d{1,18})?)([kKmMgG]?)", value)):
         return int(float(found[1]) * SUFFIXES[found[2]])
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def decimal(value: JsonValue | None) -> float | None:
+    """A number, also as the engines accept it in words: "0.9", ".9"."""
+    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value):
+        return float(value)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 class Roles(Strict):

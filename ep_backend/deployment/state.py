@@ -60,10 +60,14 @@ class StateUnreadable(DeploymentError):
 
 
 def run_dir(name: str) -> Path:
-    """Settings, logs and state of one deployment, below the current folder. DeploymentError if none may have that name."""
+    """Settings, logs and state of one deployment, below the current folder. DeploymentError if none may have that name, or
+    there is no such folder any more."""
     if not re.fullmatch(NAME, name):
         raise DeploymentError([f"name is {in_yaml(name)}, must be {PATTERNS[NAME]}; choose such a name"])
-    return Path.cwd() / ".ep" / "run" / name
+    try:
+        return Path.cwd() / ".ep" / "run" / name
+    except FileNotFoundError:
+        raise DeploymentError(["the current folder was removed; go to the one where the deployment was started"]) from None
 
 
 def state_file(name: str) -> Path:

@@ -17,7 +17,15 @@ from ep_backend.control.controller import RestartFailed
 from ep_backend.control.door import Door
 from ep_backend.control.service import start_service
 from ep_backend.deployment.agents import rank_statuses
-from ep_backend.deployment.instances import Instance, engine_instances, namespaces_of, role_instances, router_instance
+from ep_backend.deployment.instances import (
+    Instance,
+    engine_instances,
+    namespaces_of,
+    role_instances,
+    router_instance,
+    without_proxy,
+)
+from ep_backend.deployment.interpreters import NoInterpreter
 from ep_backend.deployment.load import Loaded
 from ep_backend.deployment.logs import last_errors
 from ep_backend.deployment.namespaces import inside, namespaces
@@ -76,7 +84,7 @@ class Supervisor:
         target = deployment.target
         patience = 2 * (target.drain_timeout_s + target.stop_timeout_s + target.start_timeout_s)
         self.door = Door(patience) if router.hold else None
-        self.restarts: SimpleQueue[tuple[RoleName, Deployment, Future[None]]] = SimpleQueue()
+        self.restarts: SimpleQueue[tuple[RoleName, Deployment, Deployment, Future[None]]] = SimpleQueue()
         self.state = RunState(
             name=deployment.name,
             pid=os.getpid(),
@@ -106,10 +114,11 @@ class Supervisor:
                 self._enter("failed", str(error))
                 raise
 
-    async def restart(self, role: RoleName, deployment: Deployment) -> None:
-        """Start a role anew as that deployment has it; done by this object's own thread. Raises RestartFailed."""
+    async def restart(self, role: RoleName, wanted: Deployment, running: Deployment) -> None:
+        """Start a role anew as ``wanted`` has it; done by this object's own thread. Raises RestartFailed, and then the role
+        is again as ``running`` has it, which knows of flips and of roles that were restarted before this one."""
         done: Future[None] = Future()
-        self.restarts.put((role, deployment, done))
+        self.restarts.put((role, wanted, running, done))
         await asyncio.wrap_future(done)
 
     @contextlib.contextmanager
@@ -151,14 +160,13 @@ class Supervisor:
 
     def _restart_asked(self) -> None:
         while not self.restarts.empty():
-            role, deployment, done = self.restarts.get()
-            before = self.deployment
+            role, wanted, running, done = self.restarts.get()
             try:
                 try:
-                    self._relaunch(role, deployment)
-                except InstanceFailed as failure:
+                    self._relaunch(role, wanted)
+                except (InstanceFailed, NoInterpreter, OSError) as failure:
                     self._keep_logs(role)
-                    self._relaunch(role, before)
+                    self._relaunch(role, running)
                     done.set_exception(RestartFailed(f"{failure}\n{role} runs with its old settings again"))
                 else:
                     done.set_result(None)
@@ -208,7 +216,7 @@ class Supervisor:
             with log.open("wb") as output:
                 child = subprocess.Popen(
                     inside(instance.namespace, instance.command) if instance.namespace else instance.command,
-                    env={**os.environ, **instance.env},
+                    env=without_proxy({**os.environ, **instance.env}, [*self.engines, instance]),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -287,7 +295,7 @@ class Supervisor:
 
 def _answers(url: str) -> bool:
     try:
-        return httpx.get(url, timeout=5.0).status_code == 200
+        return httpx.get(url, timeout=5.0, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
 

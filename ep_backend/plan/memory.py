@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ep_backend.deployment.batches import tokens_a_sequence
 from ep_backend.deployment.buffers import buffer_config
 from ep_backend.deployment.resolve import group_of, topology
-from ep_backend.deployment.schema import Deployment, Role, RoleName
+from ep_backend.deployment.schema import Deployment, Role, RoleName, decimal
 from ep_backend.layout import COUNT_BITS
 from ep_backend.plan.model import GIB, ModelShape
 
@@ -62,8 +62,8 @@ def memory(deployment: Deployment, name: RoleName, role: Role, shape: ModelShape
     if hbm is None:
         raise ValueError("the GPU's memory is not known; give topology.preset or topology.hbm")
     group = group_of(deployment, role)
-    fractions = [role.arg(flag) for flag in FRACTION_FLAGS]
-    fraction = next((float(f) for f in fractions if isinstance(f, (int, float))), FRACTION[role.engine])
+    fractions = [decimal(role.arg(flag)) for flag in FRACTION_FLAGS]
+    fraction = next((f for f in fractions if f is not None), FRACTION[role.engine])
     weights = shape.weight_bytes(group.ranks, group.tensor_parallel, role.ep.redundant_experts)
     kv_type = role.arg("kv-cache-dtype")
     element = 1 if isinstance(kv_type, str) and "fp8" in kv_type else shape.bytes_per_element

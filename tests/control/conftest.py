@@ -87,8 +87,8 @@ def _running(folder: Path, text: str, roles: dict[str, Instance]) -> Iterator[Se
     )
     restarted: list[tuple[RoleName, Deployment]] = []
 
-    async def restart(role: RoleName, deployment: Deployment) -> None:
-        restarted.append((role, deployment))
+    async def restart(role: RoleName, wanted: Deployment, running: Deployment) -> None:
+        restarted.append((role, wanted))
 
     audit = folder / "audit.jsonl"
     server = start_service(loaded, lambda: state, restart, Audit(audit))

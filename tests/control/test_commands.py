@@ -87,6 +87,53 @@ def test_a_restart_that_fails_brings_the_old_settings_back(workplace: Workplace)
     assert {change["place"] for change in now["drift"]} == {"roles.decode.ep.max_tokens", "roles.decode.env.FAKE_DIES"}
 
 
+def test_what_a_failed_restart_brings_back_is_what_ran(workplace: Workplace) -> None:
+    """Not what the deployment started with: flips since then count, and roles that were restarted before this one."""
+    file = str(workplace.file)
+    assert workplace.run("up", file, "--detach")[0] == 0
+    edit(workplace, "mode: low_latency", "mode: hybrid")
+    assert workplace.run("flip", file)[0] == 0
+    before = pids(workplace)
+    edit(workplace, "max_tokens: 1024}", "max_tokens: 2048}")
+    edit(workplace, "max_tokens: 256}", "max_tokens: 512}\n    env: {FAKE_DIES: decode}")
+    code, output = workplace.run("flip", file, "--restart")
+    assert code == 1 and "decode runs with its old settings again" in output, output
+    now = status(workplace)
+    assert [(role["mode_desired"], role["mode_executed"], role["drift"]) for role in now["roles"]] == [
+        ("direct", "direct", []),
+        ("hybrid", "hybrid", []),
+    ]
+    assert {change["place"] for change in now["drift"]} == {"roles.decode.ep.max_tokens", "roles.decode.env.FAKE_DIES"}
+    assert pids(workplace)["prefill"] != before["prefill"]
+
+
+def test_a_restart_that_cannot_even_begin_leaves_all_running(workplace: Workplace) -> None:
+    file = str(workplace.file)
+    assert workplace.run("up", file, "--detach")[0] == 0
+    before = pids(workplace)
+    many = ", ".join(f"X{number}: {'x' * 65_000}" for number in range(50))  # more than the system gives to a program
+    edit(workplace, "max_tokens: 256}", f"max_tokens: 512}}\n    env: {{{many}}}")
+    code, output = workplace.run("flip", file, "--restart")
+    assert code == 1 and "Argument list too long" in output and "decode runs with its old settings again" in output, output
+    assert status(workplace)["phase"] == "ready" and pids(workplace)["prefill"] == before["prefill"]
+    assert workplace.run("ask", file, "how are you?") == (0, "fine\n")
+
+
+def test_an_engine_that_is_not_here_is_told_before_anything_ends(workplace: Workplace) -> None:
+    file, nowhere = str(workplace.file), str(workplace.folder / "nowhere")
+    one = workplace.file.read_text().partition("  decode:")[0].replace("prefill:", "unified:")
+    port = re.findall(r"router:.*", workplace.file.read_text())[0]
+    workplace.file.write_text(f"{one}{port}\n")
+    assert workplace.run("up", file, "--detach", EP_SGLANG_PYTHON=nowhere)[0] == 0
+    before = pids(workplace)
+    edit(workplace, "    data_parallel: 2", "    engine: sglang\n    data_parallel: 2")
+    edit(workplace, "args: {max-num-batched-tokens: 1024, max-num-seqs: 8}", "args: {chunked-prefill-size: 2048}")
+    for options in (["--dry-run"], ["--restart"]):
+        code, output = workplace.run("flip", file, *options)
+        assert code == 1 and f"deployment.yaml:6:5: roles.unified.engine: is sglang, but EP_SGLANG_PYTHON={nowhere}" in output
+    assert pids(workplace) == before
+
+
 def test_an_interrupted_flip_says_what_goes_on(workplace: Workplace) -> None:
     file = str(workplace.file)
     assert workplace.run("up", file, "--detach")[0] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -122,6 +123,17 @@ def test_without_steps_the_flip_is_abandoned(ranks: Any, service: StartService, 
         now = control.role("prefill")
         assert now["mode_desired"] == "direct" and [rank["flip"]["proposed"] for rank in now["ranks"]] == [None, None]
     assert ran.steps == [[], []]
+
+
+def test_a_flip_after_an_abandoned_one_has_another_token(
+    ranks: Any, service: StartService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks refuse the token that was withdrawn last, for it may come late; drawn at random, it came back now and then."""
+    monkeypatch.setattr(random, "sample", lambda population, count: population[:count])
+    with instance(ranks(2), "prefill", "direct", tmp_path / "stop", busy=False) as ran:
+        control = service(IMPATIENT, prefill=Instance(ran.agents, "http://127.0.0.1:9"))
+        for _ in range(2):
+            assert "made no dispatch that all ranks proposed normal in" in control.flip("prefill", "normal").text
 
 
 def test_one_change_at_a_time(ranks: Any, service: StartService, tmp_path: Path) -> None:

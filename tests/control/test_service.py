@@ -24,6 +24,7 @@ from ep_backend.deployment.state import RunState
 from tests.control.conftest import FILE, KEY, Service
 from tests.control.instance import instance
 
+JSON = {"Content-Type": "application/json"}
 StartService = Callable[..., Service]
 ROUTES = [
     ("GET", "/v1/status"),
@@ -48,6 +49,14 @@ def test_every_route_wants_the_key(service: StartService, key: str | None) -> No
     assert not control.audit.exists()
 
 
+def test_no_body_is_read_without_end(service: StartService) -> None:
+    """Not even of somebody without the key."""
+    control = service()
+    sent = iter([b" " * (4 << 20), b" "])  # in chunks, so that no header says how much comes
+    answer = httpx.post(f"{control.client.base_url}/v1/ask", content=sent, headers=JSON, timeout=60)
+    assert answer.status_code == 413 and "larger than 4 MiB" in answer.json()["detail"]
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "control.example"])
 def test_only_loopback_is_served_without_a_key(service: StartService, host: str) -> None:
     loaded = load(service().file)
@@ -57,7 +66,7 @@ def test_only_loopback_is_served_without_a_key(service: StartService, host: str)
         start_service(open_to_all, RunState, _no_restart, Audit(Path("unused")))
 
 
-async def _no_restart(role: RoleName, deployment: Deployment) -> None:
+async def _no_restart(role: RoleName, wanted: Deployment, running: Deployment) -> None:
     raise AssertionError("nothing asked for a restart")
 
 
@@ -172,8 +181,26 @@ def test_a_rule_that_fails_on_a_file_does_not_silence_the_service(
 def test_only_yaml_of_a_sane_size_is_read(service: StartService) -> None:
     control = service()
     assert control.client.post("/v1/deployment", content=FILE, headers={"Content-Type": "text/plain"}).status_code == 415
-    assert control.apply("#" * 1_000_001).status_code == 413
+    assert control.apply(FILE + f"{'#' * 79}\n" * 20_000, dry_run="true").status_code != 413  # lint and up read it, too
+    assert control.apply("#" * ((4 << 20) + 1)).status_code == 413
     assert control.client.post("/v1/deployment", content=b"\xff", headers={"Content-Type": "text/yaml"}).status_code == 422
+
+
+def test_a_change_counts_where_the_audit_log_cannot_be_written(service: StartService) -> None:
+    control = service()
+    control.audit.mkdir()
+    text = FILE.replace("mode: low_latency, max_tokens: 2048", "mode: low_latency, max_tokens: 4096")
+    assert control.apply(text, restart="true").json()["restarted"] == ["decode"]
+    answer = control.client.get("/v1/audit")
+    assert answer.status_code == 500 and str(control.audit) in answer.json()["detail"]
+
+
+def test_an_audit_log_that_was_cut_off_goes_on(service: StartService) -> None:
+    control = service()
+    control.flip("decode", "fast")
+    control.audit.write_bytes(control.audit.read_bytes() + b'\xff\n{"time": "2026')
+    control.flip("decode", "faster")
+    assert [entry["what"] for entry in control.client.get("/v1/audit").json()] == ["decode to fast", "decode to faster"]
 
 
 def test_a_restart_is_announced_and_done_when_asked_for(service: StartService) -> None:

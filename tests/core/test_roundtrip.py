@@ -161,3 +161,26 @@ def no_host_counts(world: World) -> None:
 
 def test_rows_uncut_without_the_host_count(ranks: Any, fabric: str) -> None:
     ranks(2, fabric).run(no_host_counts)
+
+
+def other_defaults(world: World) -> None:
+    buffer = world.buffer()
+    for mode in modes(world.fabric):
+        for layout in ("compact", "masked"):
+            case = oracle.make_case(11, [9, 4])
+            before = Round(world, buffer, case, mode, layout=layout, payload="fp32").run()
+            try:
+                torch.set_default_dtype(torch.bfloat16)
+                torch.set_default_device("meta")
+                got = buffer.dispatch(before.x, case.ids[world.rank], case.weights[world.rank], mode=mode, layout=layout)
+                assert before.y is not None and before.out is not None
+                out = buffer.combine(before.y, got.handle)
+            finally:
+                torch.set_default_dtype(torch.float32)
+                torch.set_default_device(None)
+            assert torch.equal(got.counts, before.got.counts) and torch.equal(out, before.out), (mode, layout)
+
+
+def test_torchs_defaults_of_type_and_device_change_nothing(ranks: Any) -> None:
+    """A script that serves a bf16 model may have set them; sums are made in fp32 all the same."""
+    ranks(2).run(other_defaults)

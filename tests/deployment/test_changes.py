@@ -45,6 +45,8 @@ CASES = {
     "capacity": (EP128, ("roles", "decode", "ep", "max_tokens", 256), "restart"),
     "EP size": (EP128, ("roles", "decode", "data_parallel", 64), "restart"),
     "timeout": (EP128, ("roles", "decode", "ep", "timeout_s", 5.0), "restart"),
+    "engine of a pair": (EP128, ("roles", "decode", "engine", "sglang"), "redeploy"),
+    "engine alone": (UNIFIED, ("roles", "unified", "engine", "sglang"), "restart"),
     "engine flag": (EP128, ("roles", "decode", "args", "max-num-seqs", 64), "restart"),
     "variable": (EP128, ("roles", "decode", "env", "NCCL_DEBUG", "INFO"), "restart"),
     "calibration": (EP128, ("topology", "calibration", "link-rate"), "hot"),

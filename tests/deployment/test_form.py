@@ -110,6 +110,11 @@ def one(file: Path) -> str:
             "model.path: holds a NUL character, which neither paths nor arguments may",
         ),
         (
+            "model: {path: model}",
+            f"model: {{path: {'m' * 65_537}}}",
+            "model.path: is a text of 65537 bytes, must have 65536 or fewer; put it into a file, and name that [EP004]",
+        ),
+        (
             "{device: cuda}",
             "{device: cuda, hbm: 80}",
             "is 80, which is bytes, must be at least 1 MiB; write 80GiB if GiB are meant",

@@ -85,6 +85,19 @@ def test_up_status_ask_down(workplace: Workplace) -> None:
     assert code == 1 and f"does not run ({missing}); start it with" in output
 
 
+def test_a_proxy_does_not_stand_before_what_runs_here(workplace: Workplace) -> None:
+    """Neither between `up` and its instances, nor between these, which are told so: they reach the hub through it."""
+    workplace.file.write_text(f"{workplace.file.read_text()}target: {{start_timeout_s: 30}}\n")
+    file, proxy = str(workplace.file), {"HTTP_PROXY": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
+    code, output = workplace.run("up", file, "--detach", **proxy, no_proxy="intranet")
+    assert code == 0, output
+    assert workplace.run("ask", file, "how are you?", **proxy) == (0, "fine\n")
+    for pid in sessions(workplace):
+        given = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        assert {"HTTP_PROXY=http://127.0.0.1:9", "NO_PROXY=intranet,localhost,127.0.0.1,::1"} <= set(given)
+        assert "no_proxy=intranet,localhost,127.0.0.1,::1" in given
+
+
 def test_ctrl_c_leaves_nothing(workplace: Workplace) -> None:
     child = start_foreground(workplace)
     leaders = sessions(workplace)
@@ -205,13 +218,14 @@ def test_an_engine_that_shuts_down_after_losing_a_rank_is_not_just_status_0(work
     assert "Engine core process EngineCore_DP1 died unexpectedly." in output
 
 
-def test_a_killed_instance_takes_all_down_and_is_named(workplace: Workplace) -> None:
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (40, "signal 40")])
+def test_a_killed_instance_takes_all_down_and_is_named(workplace: Workplace, number: int, name: str) -> None:
     child = start_foreground(workplace)
     leaders = sessions(workplace)
-    os.kill(leaders[0], signal.SIGKILL)
+    os.kill(leaders[0], number)
     output, _ = child.communicate(timeout=60)
     assert child.returncode == 1
-    assert "prefill was ended by SIGKILL" in output
+    assert f"prefill was ended by {name}" in output
     assert_nothing_left(workplace, leaders)
 
 
@@ -286,6 +300,16 @@ def test_up_lets_one_that_failed_end_first(workplace: Workplace) -> None:
         file.write_text(json.dumps({"name": name, "pid": ending.pid, "start_ticks": ticks, "phase": "failed", **place}))
         code, output = workplace.run("up", str(workplace.file), "--detach")
         assert code == 0, output
+
+
+@pytest.mark.parametrize("command", ["up", "status", "down", "flip"])
+def test_a_folder_that_was_removed_is_told(workplace: Workplace, command: str) -> None:
+    gone = workplace.folder / "gone"
+    gone.mkdir()
+    program = f"cd {gone} && rmdir {gone} && exec {workplace.folder}/bin/python -P -m ep_backend {command} {workplace.file}"
+    done = subprocess.run(["bash", "-c", program], env=workplace.env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "ep-backend: the current folder was removed; go to the one where the deployment was started\n"
 
 
 def test_a_file_where_the_folder_belongs_is_told(workplace: Workplace) -> None:

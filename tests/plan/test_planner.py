@@ -176,6 +176,15 @@ def test_memory_adds_up_and_the_limits_are_the_limits() -> None:
         assert (memory(deployment, "decode", role, shape, batch).sequences >= batch) is fits
 
 
+@pytest.mark.parametrize("share", [0.5, "0.5", ".5", "5e-1"])
+def test_the_share_of_memory_is_read_however_it_is_spelt(share: float | str) -> None:
+    deployment = unified()
+    document = deployment.model_dump()
+    document["roles"]["unified"]["args"] = {"gpu-memory-utilization": share}
+    held = plan(Deployment.model_validate(document)).as_dict()["roles"]["unified"]["memory"]
+    assert held["fraction"] == 0.5
+
+
 @pytest.mark.parametrize("name", models())
 def test_parameters_are_the_published_ones(name: str) -> None:
     assert model_shape(models()[name]).parameters == pytest.approx(models()[name]["published_parameters"], rel=0.01)

@@ -23,6 +23,7 @@ ROLE_RULES = (
     capacity.check_shape,
     capacity.check_memory,
     engine.check_owned,
+    engine.check_reachable,
     hosts.check_network,
 )
 

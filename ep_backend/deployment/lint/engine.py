@@ -12,6 +12,7 @@ from ep_backend.deployment.flags import TRANSFER, further_transfer
 from ep_backend.deployment.lint.values import refused, refused_inside
 from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
+from ep_backend.deployment.schema import decimal, whole_number
 from ep_backend.deployment.spelling import in_yaml
 from ep_backend.errors import did_you_mean
 
@@ -46,6 +47,14 @@ OWNED_FLAGS = {
     "device": "topology.device",
     "model-path": "model.path",
 }
+OTHER_WAYS = {
+    "uds": "at a socket in a folder, not at its port",
+    "ssl-certfile": "by HTTPS only",
+    "ssl-keyfile": "by HTTPS only",
+    "grpc": "by gRPC only",
+    "grpc-mode": "by gRPC only",
+    "smg-grpc-mode": "by gRPC only",
+}
 OWNED_ENV = ("EP_BACKEND_SETTINGS", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
 # Variables with these prefixes have a complete list of names; others are not judged.
 OUR_ENV = ("EP_BACKEND_SETTINGS", "EP_BACKEND_FAULT", "EP_BACKEND_ALLOW_UNTESTED_VLLM", "EP_CUDA")
@@ -53,21 +62,37 @@ OTHER_BACKENDS = re.compile(
     r"SGLANG_(DEEPEP|MORI|NIXL|PPLX)_|VLLM_DEEPEP_|DEEPEP_|EP_(JIT|NUM|DISABLE_GIN|NIC|OVERRIDE|REUSE|BUFFER)_?"
 )
 MOST_NAMES = 6
+# Flags that the rules and the plan count with, of which no engine takes less than one.
+COUNTS = ("tensor-parallel-size", "tp-size", "tp", "max-num-seqs", "max-num-batched-tokens", "max-running-requests")
 FRACTIONS = ("gpu-memory-utilization", "mem-fraction-static")
 NVSHMEM_PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 
 
 def check_owned(view: RoleView) -> Iterator[Problem]:
-    """Keys that the file itself decides; needs no table."""
+    """Keys that the file itself decides, also where they are short for the flag, or turn it off."""
+    known = table(view.role.engine, engine_version(view)).flags
     for key, value in view.role.args.items():
         if view.name != "unified" and _flag(key) == TRANSFER and isinstance(value, dict) and further_transfer(value) == value:
             continue
-        if owner := OWNED_FLAGS.get(_flag(key)):
+        if owner := OWNED_FLAGS.get(_switch(_written_out(key, known))):
             place = (*view.place, "args", key)
             yield problem("EP304", place, f"`{owner}` of this file decides that flag", "remove it here")
     for key in view.role.env:
         if key in OWNED_ENV:
             yield problem("EP305", (*view.place, "env", key), "`up` sets that variable itself", "remove it here")
+
+
+def check_reachable(view: RoleView) -> Iterator[Problem]:
+    """Router, probes, `up` and the control service ask an engine by plain HTTP at the port that it is given."""
+    for key, value in view.role.args.items():
+        place = (*view.place, "args", key)
+        if _flag(key) in OTHER_WAYS and value not in (None, False):
+            yield problem("EP315", place, f"lets the engine answer {OTHER_WAYS[_flag(key)]}", "remove it")
+        elif _flag(key) == "api-key" and view.deployment.target.kind == "local":
+            yield problem("EP316", place, "is a key that neither `ask` nor `flip` has", "let what stands before the router ask")
+    if "VLLM_API_KEY" in view.role.env and view.deployment.target.kind == "local":
+        place = (*view.place, "env", "VLLM_API_KEY")
+        yield problem("EP316", place, "is a key that neither `ask` nor `flip` has", "let what stands before the router ask")
 
 
 def check_values(view: RoleView) -> Iterator[Problem]:
@@ -76,16 +101,20 @@ def check_values(view: RoleView) -> Iterator[Problem]:
     spelt: dict[str, str] = {}
     for key, value in view.role.args.items():
         flag = _flag(key)
-        if "." not in key and (before := spelt.setdefault(flag, key)) != key:
+        if "." not in key and (before := spelt.setdefault(_switch(key), key)) != key:
             yield problem("EP300", (*view.place, "args", key), f"is {before} again, in another spelling", "keep one of them")
         takes = None if "." in key else known.flags.get(flag)
         if flag in known.inside:
             yield from _values_inside(view, known, key, exact=version in (None, known.version))
+        if flag in COUNTS and (count := whole_number(value)) is not None and count < 1:
+            what = f"is {in_yaml(value)}, must be at least 1"
+            yield problem("EP309", (*view.place, "args", key), what, "write 1 or more, or leave it out")
+            continue
         if flag in OWNED_FLAGS or flag not in known.flags or _value_gone(known, flag, value):
             continue
         if isinstance(takes, list) and version not in (None, known.version):
             takes = TEXT
-        if flag in FRACTIONS and isinstance(value, (int, float)) and not 0 < value <= 1:
+        if flag in FRACTIONS and (share := decimal(value)) is not None and not 0 < share <= 1:
             what = f"is {in_yaml(value)}, must be a share of the GPU's memory, above 0 and at most 1"
             yield problem("EP309", (*view.place, "args", key), what, "write one such as 0.85")
         elif fault := refused(takes, value):
@@ -152,9 +181,9 @@ def check_flags(view: RoleView) -> Iterator[Problem]:
             yield problem("EP302", place, f"is gone from {_name(known)}", f"write {old[flag]}")
         elif len(longer) > 1:
             yield problem("EP303", place, f"fits {_some(longer)} of {_name(known)}", "write one of them")
-        elif longer:
+        elif longer and _switch(longer[0]) not in OWNED_FLAGS:
             yield problem("EP307", place, f"is short for {longer[0]}", f"write {longer[0]}")
-        else:
+        elif not longer:
             yield problem("EP301", place, f"is no flag of {_name(known)}", _suggest(flag, flags, "remove it"))
 
 
@@ -244,6 +273,17 @@ def _name(known: Table) -> str:
 def _flag(key: str) -> str:
     """A flag's name without dashes before it, and without the JSON path after a dot."""
     return key.replace("_", "-").lstrip("-").split(".")[0]
+
+
+def _switch(key: str) -> str:
+    """The flag that this one turns off, or itself."""
+    return _flag(key).removeprefix("no-")
+
+
+def _written_out(key: str, flags: Iterable[str]) -> str:
+    """The flag that the engine's parser takes it for."""
+    longer = [name for name in flags if name.startswith(_flag(key))]
+    return longer[0] if len(longer) == 1 else _flag(key)
 
 
 def _some(names: list[str]) -> str:

@@ -5,6 +5,7 @@ import re
 from pydantic import JsonValue
 
 from ep_backend.deployment.engines.values import BOOLEAN, FLOAT, INTEGER, INTEGERS, SIZE, SIZE_OR_AUTO, SWITCH, TEXT, Takes
+from ep_backend.deployment.schema import decimal
 from ep_backend.deployment.spelling import in_yaml, one_of
 from ep_backend.errors import did_you_mean
 
@@ -35,7 +36,7 @@ def refused(takes: Takes, value: JsonValue) -> tuple[str, str] | None:
             "a whole number, one such as 8k, or auto",
             _instead_of_number(value),
         ),
-        FLOAT: (_is_number(value), "a number", "write a number"),
+        FLOAT: (decimal(value) is not None, "a number", "write a number"),
         INTEGERS: (
             all(map(_is_integer, value)) and bool(value) if isinstance(value, list) else _is_integer(value),
             "whole numbers",
@@ -66,12 +67,6 @@ def _is_integer(value: JsonValue) -> bool:
 
 def _is_size(value: JsonValue) -> bool:
     return _is_integer(value) or (isinstance(value, str) and re.fullmatch(IN_WORDS, value) is not None)
-
-
-def _is_number(value: JsonValue) -> bool:
-    if isinstance(value, str):
-        return re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value) is not None
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _instead_of_boolean(value: JsonValue) -> str:

@@ -22,8 +22,11 @@ from ep_backend.deployment.presets import models, topologies
 from ep_backend.deployment.problems import Finding
 from ep_backend.deployment.render.text import as_yaml
 from ep_backend.deployment.schema import RoleName
+from ep_backend.files import read_text as text_of
 from ep_backend.plan.model import GIB
 
+# What a shell replaces.
+EXPANSION = re.compile(r"[$][({\w]|`")
 # What DeepEP reserves where nothing says how many tokens a rank dispatches in decode.
 DEEPEP_TOKENS = 128
 USUAL_GPUS = 8
@@ -76,6 +79,7 @@ def migrate(
     chosen = name or _name(pods, found)
     document = _document(drafts, pods, chosen, model or _preset(drafts, hints), topology, notes)
     notes += repaired(document)
+    notes += _unexpanded(document)
     notes += _capacities(document)
     text = f"# From {', '.join(where for where, _ in inputs)} by `ep-backend migrate`.\n\n" + as_yaml(document)
     loaded, problems = read_file(file, text)
@@ -104,7 +108,7 @@ def _reachable(where: str) -> Callable[[str], str | None]:
     def read_text(path: str) -> str | None:
         for candidate in (Path(where).parent / path, Path(path)):
             try:
-                return candidate.read_text(encoding="utf-8")
+                return text_of(candidate)
             except (OSError, UnicodeDecodeError):
                 continue
         return None
@@ -230,6 +234,19 @@ def _capacities(document: dict[str, Any]) -> list[Note]:
             notes.append(Note("changed", view.name, f"{given} dispatch tokens a rank", f"ep.max_tokens: {need}", why))
         ep["max_tokens"] = max(given or 0, need)
     return notes
+
+
+def _unexpanded(document: Mapping[str, Any]) -> list[Note]:
+    """Words that a shell would have replaced: the file's values are read by none."""
+    places = [("all", f"model.{key}", value) for key, value in document["model"].items()]
+    for name, role in document["roles"].items():
+        places += [(name, f"{part}.{key}", value) for part in ("args", "env") for key, value in role.get(part, {}).items()]
+    why = "only a shell knows what it stands for, and none reads the file: write what is meant, or remove it"
+    return [
+        Note("changed", role, shown(value), f"{place}, as it is written", why)
+        for role, place, value in places
+        if EXPANSION.search(str(value))
+    ]
 
 
 def _need(view: RoleView) -> int:

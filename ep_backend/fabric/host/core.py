@@ -19,6 +19,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
+CPU = torch.device("cpu")
 FP8_MAX = 448.0
 AMAX_FLOOR = 1e-4  # DeepEP's: keeps the scale of an all-zero group finite
 
@@ -34,6 +35,11 @@ def combine_dtype(payload: Payload) -> torch.dtype:
     return torch.float32 if payload is Payload.FP32 else torch.bfloat16
 
 
+def zeros(rows: int, hidden: int) -> torch.Tensor:
+    """Where sums are made: in fp32, whatever torch's default type and device are set to."""
+    return torch.zeros(rows, hidden, dtype=torch.float32, device=CPU)
+
+
 def to_bytes(t: torch.Tensor) -> Bytes:
     """The tensor's bytes, [rows, bytes a row]; shares memory."""
     if t.numel() == 0:
@@ -44,7 +50,7 @@ def to_bytes(t: torch.Tensor) -> Bytes:
 
 def from_bytes(rows: Bytes, dtype: torch.dtype, width: int) -> torch.Tensor:
     """[n, width] of that dtype from the first bytes of each row; a copy."""
-    result = torch.empty(len(rows), width, dtype=dtype)
+    result = torch.empty(len(rows), width, dtype=dtype, device=CPU)
     if len(rows):
         result.view(torch.uint8).numpy()[:] = rows[:, : width * dtype.itemsize]
     return result
@@ -217,11 +223,11 @@ def place(call: Call, s: Shape, rank: int, segments: list[Segment]) -> tuple[Rec
         capacity = s.ranks * call.max_tokens
         at = torch.from_numpy(pair_expert), torch.from_numpy(pair_row)
         picked = torch.from_numpy(pair_record)
-        sorted_rows = torch.empty(e, capacity, s.hidden, dtype=hidden_dtype)
+        sorted_rows = torch.empty(e, capacity, s.hidden, dtype=hidden_dtype, device=CPU)
         _bits(sorted_rows)[at] = _bits(rows)[picked]
         sorted_scales = None
         if scales is not None:
-            padded = torch.empty(e, width, layout.align_up(capacity, 4), dtype=scale_dtype)
+            padded = torch.empty(e, width, layout.align_up(capacity, 4), dtype=scale_dtype, device=CPU)
             sorted_scales = padded[:, :, :capacity].transpose(1, 2)
             sorted_scales[at] = scales[picked]
         counts_t = torch.from_numpy(per_expert.astype(np.int32))
@@ -251,7 +257,7 @@ def partial_sums(call: Call, a: Arrived, y: torch.Tensor, weighted: bool = True)
     rows = y[torch.from_numpy(a.pair_expert), torch.from_numpy(a.pair_row)]
     if not weighted:
         return to_bytes(rows)
-    total = torch.zeros(n, y.shape[2])
+    total = zeros(n, y.shape[2])
     total.index_add_(
         0,
         torch.from_numpy(a.pair_record),
@@ -274,7 +280,7 @@ def _worst_case(r: Received, rows: int) -> Received:
     """The same rows in tensors whose size does not depend on the count; ids behind the last row are -1."""
 
     def grow(t: torch.Tensor, fill: int | None) -> torch.Tensor:
-        big = torch.empty(rows, *t.shape[1:], dtype=t.dtype)
+        big = torch.empty(rows, *t.shape[1:], dtype=t.dtype, device=CPU)
         if fill is not None:
             big.fill_(fill)
         _bits(big)[: len(t)] = _bits(t)

@@ -31,6 +31,7 @@ from ep_backend.fabric.host.core import (
     partial_sums,
     place,
     to_bytes,
+    zeros,
 )
 from ep_backend.fabric.host.heap import Bytes
 from ep_backend.fabric.host.tasks import Blocked, Task
@@ -202,7 +203,7 @@ def _return(f: HostFabric, call: Call, node: int) -> Task:
     dtype = combine_dtype(call.payload)
     stride = layout.combine_record_bytes(call.payload, s.hidden)
     hit = hits(ids, s.ranks, s.local_experts)[:, f.ranks_of(f.node)]
-    total = torch.zeros(len(ids), s.hidden)
+    total = zeros(len(ids), s.hidden)
     for copy in range(s.gpu_copies):
         present = np.nonzero(hit.sum(1) > copy)[0]
         at = layout.relay_segment(s, node, copy)
@@ -235,13 +236,13 @@ def finish_combine(f: HostFabric, call: Call, out: torch.Tensor) -> None:
     stride = layout.combine_record_bytes(call.payload, s.hidden)
     dtype = combine_dtype(call.payload)
     nodes = call.state.sent.nodes
-    total = torch.zeros(call.tokens, s.hidden)
+    total = zeros(call.tokens, s.hidden)
     for node in range(s.nodes):
         tokens = np.nonzero(nodes[:, node])[0]
         if node == f.node:
             rows = call.state.own
         else:
-            rows = torch.zeros(len(tokens), s.hidden)
+            rows = zeros(len(tokens), s.hidden)
             copy = copy_index(nodes, node)[tokens]
             for c in np.unique(copy):
                 chosen = np.nonzero(copy == c)[0]

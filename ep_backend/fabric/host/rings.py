@@ -30,6 +30,7 @@ from ep_backend.fabric.host.core import (
     partial_sums,
     place,
     to_bytes,
+    zeros,
 )
 from ep_backend.fabric.host.heap import Bytes
 from ep_backend.fabric.host.tasks import Blocked, Task
@@ -233,7 +234,7 @@ def start_combine(f: HostFabric, call: Call, y: torch.Tensor) -> None:
         back = _Ring(relay, ring(relay, index), (w.back_tail, index), (w.back_head, source))
         yield from _push(f, call, op, back, rows)
 
-    home: dict[int, list[torch.Tensor]] = {n: [torch.zeros(0, s.hidden)] for n in range(s.nodes)}
+    home: dict[int, list[torch.Tensor]] = {n: [zeros(0, s.hidden)] for n in range(s.nodes)}
 
     def merge(node: int) -> Task:
         """Add the partial sums of one source's records, a block at a time."""
@@ -246,7 +247,7 @@ def start_combine(f: HostFabric, call: Call, y: torch.Tensor) -> None:
         rail = _Ring(source, ring(source, s.ranks + f.node), tail, head) if node != f.node else None
         for start in range(0, len(went), s.ring_slots):
             block = went[start : start + s.ring_slots]
-            total = torch.zeros(len(block), s.hidden)
+            total = zeros(len(block), s.hidden)
             for g, stream in enumerate(streams):
                 records = np.nonzero(block[:, g])[0]
                 rows: list[Bytes] = []
@@ -288,7 +289,7 @@ def finish_combine(f: HostFabric, call: Call, out: torch.Tensor) -> None:
         "combine",
         *(f.await_word(call, f.words.returned, peer, peer, []) for peer in range(s.ranks)),
     )
-    total = torch.zeros(call.tokens, s.hidden)
+    total = zeros(call.tokens, s.hidden)
     for node, parts in state.home.items():
         total[torch.from_numpy(np.nonzero(state.sent.nodes[:, node])[0])] += torch.cat(parts)
     out.copy_(total)

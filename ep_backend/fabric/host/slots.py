@@ -28,6 +28,7 @@ from ep_backend.fabric.host.core import (
     pack,
     partial_sums,
     place,
+    zeros,
 )
 from ep_backend.fabric.host.tasks import Task
 from ep_backend.modes import Mode
@@ -126,7 +127,7 @@ def finish_combine(f: HostFabric, call: Call, out: torch.Tensor) -> None:
         *(f.await_word(call, f.words.returned, peer, peer, []) for peer in range(s.ranks)),
     )
     stride = layout.combine_record_bytes(call.payload, s.hidden)
-    total = torch.zeros(call.tokens, s.hidden)
+    total = zeros(call.tokens, s.hidden)
     if _per_expert(f, call):
         present = first_picks(sent.ids)
         weight = merged_weights(sent.ids, sent.weights)

@@ -1,6 +1,7 @@
 """Every spelling of a flag that the engines take becomes a key of the file, or a note says why not."""
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -281,3 +282,20 @@ def test_keys_of_json_flags_that_the_version_lacks_are_left_out() -> None:
     assert args_of(made, "unified")["eplb-config"] == {"num_redundant_experts": 0, "window_size": 1000}
     (note,) = [note for note in notes_of(made) if "eplb" in note[1]]
     assert note == ("left out", "--eplb-config.window 1", "")
+
+
+def test_what_only_a_shell_knows_is_told() -> None:
+    """It would be a literal: a key that anybody may guess, a token that hides the one that is set."""
+    made = migrate([("here.sh", f"HF_TOKEN=$HF_TOKEN {SERVE} --api-key ${{KEY}} --served-model-name `hostname` --seed 3")])
+    assert {(what, became) for kind, what, became in notes_of(made) if kind == "changed"} >= {
+        ("$HF_TOKEN", "env.HF_TOKEN, as it is written"),
+        ("${KEY}", "args.api-key, as it is written"),
+        ("`hostname`", "model.served_name, as it is written"),
+    }
+    assert not [became for _, _, became in notes_of(made) if "seed" in became]
+
+
+def test_a_pipe_for_a_config_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    made = migrate([(str(tmp_path / "here.sh"), f"{SERVE} --config pipe")])
+    assert any("--config" in what for _, what, _ in notes_of(made))
