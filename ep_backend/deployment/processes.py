@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from random import randrange
@@ -15,6 +16,7 @@ from random import randrange
 SHARED_MEMORY = "/dev/shm/"
 POLL_S = 0.1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_given: deque[int] = deque(maxlen=1000)  # ports that were found free lately: whoever got them may not listen yet
 
 
 def start_ticks(pid: int) -> int | None:
@@ -98,7 +100,9 @@ def free_ports(count: int) -> int:
     """The first of `count` consecutive free ports, below the range from which the system serves outgoing connections."""
     for _ in range(100):
         base = randrange(12000, 32000 - count)
-        if all(_is_free(base + offset) for offset in range(count)):
+        ports = range(base, base + count)
+        if all(port not in _given and _is_free(port) for port in ports):
+            _given.extend(ports)
             return base
     raise OSError(f"no {count} consecutive free ports between 12000 and 32000 in 100 tries")
 

@@ -2,12 +2,13 @@
 
 import json
 import sys
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ep_backend.deployment import instances
+from ep_backend.deployment import instances, processes
 from ep_backend.deployment.instances import engine_instances, router_instance
 from ep_backend.deployment.load import load
 
@@ -34,6 +35,15 @@ def test_a_pair_and_its_router(write_file: Callable[..., Path], tmp_path: Path) 
     router = router_instance(deployment, [prefill, decode])
     assert router is not None
     assert router.command[router.command.index("--prefill") + 1] + "/health" == prefill.health
+
+
+def test_no_port_is_given_twice_before_anybody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = iter([20000, 20001, 19999, 20002])
+    monkeypatch.setattr(processes, "randrange", lambda first, last: next(draws))
+    monkeypatch.setattr(processes, "_is_free", lambda port: True)
+    monkeypatch.setattr(processes, "_given", deque())
+    assert processes.free_ports(2) == 20000
+    assert processes.free_ports(2) == 20002
 
 
 def test_vllm_that_is_only_on_pythons_path_runs_as_a_module(
