@@ -19,8 +19,8 @@ from ep_backend.deployment.rank_settings import rank_settings
 from ep_backend.deployment.schema import Deployment, Role, RoleName
 from ep_backend.deployment.words import flag_words
 from ep_backend.serving import base_url, is_loopback
+from ep_backend.settings import SETTINGS_VARIABLE
 
-SETTINGS_VARIABLE = "EP_BACKEND_SETTINGS"
 BOOTSTRAP = "--disaggregation-bootstrap-port"
 
 

@@ -15,6 +15,7 @@ from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.schema import decimal, whole_number
 from ep_backend.deployment.spelling import in_yaml
 from ep_backend.errors import did_you_mean
+from ep_backend.settings import SETTINGS_VARIABLE
 
 # Flags that this file's own keys decide.
 OWNED_FLAGS = {
@@ -55,9 +56,12 @@ OTHER_WAYS = {
     "grpc-mode": "by gRPC only",
     "smg-grpc-mode": "by gRPC only",
 }
-OWNED_ENV = ("EP_BACKEND_SETTINGS", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
+OWNED_ENV = (SETTINGS_VARIABLE, "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
 # Variables with these prefixes have a complete list of names; others are not judged.
-OUR_ENV = ("EP_BACKEND_SETTINGS", "EP_BACKEND_FAULT", "EP_BACKEND_ALLOW_UNTESTED_VLLM", "EP_CUDA")
+OUR_ENV = (
+    *(SETTINGS_VARIABLE, "EP_BACKEND_FAULT", "EP_CUDA"),
+    *("EP_BACKEND_ALLOW_UNTESTED_VLLM", "EP_BACKEND_ALLOW_UNTESTED_SGLANG"),
+)
 OTHER_BACKENDS = re.compile(
     r"SGLANG_(DEEPEP|MORI|NIXL|PPLX)_|VLLM_DEEPEP_|DEEPEP_|EP_(JIT|NUM|DISABLE_GIN|NIC|OVERRIDE|REUSE|BUFFER)_?"
 )

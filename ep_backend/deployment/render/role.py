@@ -17,6 +17,7 @@ from ep_backend.deployment.resolve import topology
 from ep_backend.deployment.schema import Deployment, Role, RoleName
 from ep_backend.deployment.words import REPEATED, flag_words
 from ep_backend.serving import is_loopback
+from ep_backend.settings import SETTINGS_VARIABLE
 
 LAUNCH, ENGINE, SETTINGS = "launch.sh", "engine.yaml", "settings.json"
 # The roles' ports do not meet, for both may run on one host.
@@ -126,7 +127,7 @@ def _node_lines(deployment: Deployment, name: RoleName, role: Role) -> list[str]
         "    exit 2",
         "fi",
         "",
-        f"export EP_BACKEND_SETTINGS=$here/{SETTINGS}",
+        f"export {SETTINGS_VARIABLE}=$here/{SETTINGS}",
         *(f"export {key}={shlex.quote(value)}" for key, value in role.env.items()),
         "if ! python3 -c 'import ep_backend' 2> /dev/null; then",
         f'    echo "{LAUNCH}: $(command -v python3 || echo python3) has no ep_backend; install it beside the engine" >&2',
