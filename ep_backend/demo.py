@@ -132,7 +132,7 @@ def _flip(console: Console, state: RunState, file: Path, prefill: str, decode: s
         document["roles"][role]["ep"]["mode"] = mode
     yaml.dump(document, file)
     with ControlClient(state) as control:
-        applied = control.apply(load(file).deployment, file.read_text(), dry_run=False, restart=False)
+        applied = control.apply(load(file), dry_run=False, restart=False)
     for flip in applied.flips:
         _say(console, f"flip: {flip.role} {flip.before} -> {flip.mode} on {flip.ranks} ranks after epoch {flip.epoch}")
 

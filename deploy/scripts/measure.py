@@ -321,7 +321,7 @@ def flip(served: Served, document: dict[str, Any], folder: Path, mode: str) -> d
     assert served.state is not None
     started = time.monotonic()
     with ControlClient(served.state) as control:
-        applied = control.apply(load(file).deployment, file.read_text(), dry_run=False, restart=False)
+        applied = control.apply(load(file), dry_run=False, restart=False)
     return {"seconds": round(time.monotonic() - started, 2), "flips": [f.model_dump() for f in applied.flips]}
 
 

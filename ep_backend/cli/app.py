@@ -147,9 +147,9 @@ def flip(
     from ep_backend.deployment.view import print_applied
 
     try:
-        wanted = load(file).deployment
-        with ControlClient(commands.running(wanted.name)) as control:
-            applied = control.apply(wanted, file.read_text(encoding="utf-8"), dry_run=dry_run, restart=restart)
+        wanted = load(file)
+        with ControlClient(commands.running(wanted.deployment.name)) as control:
+            applied = control.apply(wanted, dry_run=dry_run, restart=restart)
     except (DeploymentError, commands.NotRunning, ControlFailed) as error:
         raise fail(error) from None
     except KeyboardInterrupt:

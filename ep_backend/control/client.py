@@ -7,7 +7,7 @@ import httpx
 from pydantic import BaseModel
 
 from ep_backend.control.models import Answer, Applied, DeploymentStatus
-from ep_backend.deployment.schema import Deployment
+from ep_backend.deployment.load import Loaded
 from ep_backend.deployment.state import RunState
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -35,8 +35,9 @@ class ControlClient:
     def status(self) -> DeploymentStatus:
         return self._ask(DeploymentStatus, "GET", "/v1/status")
 
-    def apply(self, wanted: Deployment, text: str, *, dry_run: bool, restart: bool) -> Applied:
-        """Make the deployment what a file's text says; ``wanted`` bounds the wait."""
+    def apply(self, loaded: Loaded, *, dry_run: bool, restart: bool) -> Applied:
+        """Make the deployment what a file says."""
+        wanted = loaded.deployment
         roles, target = len(wanted.roles.items()), wanted.target
         limit = MARGIN_S + roles * wanted.control.flip_timeout_s
         # A restart that fails is undone by another one, and so is a capture of graphs.
@@ -46,7 +47,7 @@ class ControlClient:
             "POST",
             "/v1/deployment",
             params={"dry_run": dry_run, "restart": restart},
-            content=text.encode(),
+            content=loaded.text.encode(),
             headers={"Content-Type": "application/yaml"},
             timeout=limit,
         )

@@ -26,12 +26,11 @@ MOST_BITS = 64
 MOST_TEXT = 1 << 16  # Linux passes a program's arguments and variables up to twice that
 
 
-def parse(file: Path, text: str | None = None) -> tuple[Any, list[Problem]]:
-    """The mapping that a file, or a text in its place, holds; and its values that cannot be written elsewhere.
+def parse(file: Path, text: str) -> tuple[Any, list[Problem]]:
+    """The mapping that the text of a file holds; and its values that cannot be written elsewhere.
 
     Raises DeploymentError where there is no such mapping.
     """
-    text = _text_of(file) if text is None else text
     try:
         # Where one is in itself, the document that is made of it lacks it.
         if "*" in text and (node := _in_itself(_yaml(_RoundTrip, "rt").compose(text), {})):
@@ -97,7 +96,8 @@ def _yaml(constructor: type[SafeConstructor], kind: str) -> YAML:
     return yaml
 
 
-def _text_of(file: Path) -> str:
+def text_of(file: Path) -> str:
+    """The text of a deployment file. Raises DeploymentError."""
     try:
         return read_text(file)
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from ruamel.yaml.comments import CommentedMap
 
-from ep_backend.deployment.document import Place, located, parse, unreadable
+from ep_backend.deployment.document import Place, located, parse, text_of, unreadable
 from ep_backend.deployment.form import apart_from, place_of, problems_of
 from ep_backend.deployment.lint import check
 from ep_backend.deployment.problems import DeploymentError, Finding, Problem
@@ -26,6 +26,7 @@ class Loaded:
 
     deployment: Deployment
     file: Path
+    text: str
     document: Any
 
     def findings(self, problems: Sequence[Problem]) -> list[Finding]:
@@ -51,7 +52,7 @@ def load(file: Path, text: str | None = None) -> Loaded:
 
 def name_in(file: Path) -> str:
     """The deployment's name, for commands that ask what runs: the rest of the file may be half edited."""
-    name = parse(file)[0].get("name")
+    name = parse(file, text_of(file))[0].get("name")
     if not isinstance(name, str) or not re.fullmatch(NAME, name):
         what = f"name is {in_yaml(name)}, must be {PATTERNS[NAME]}"
         raise unreadable(file, 1, 1, what, "give the deployment its name")
@@ -64,6 +65,7 @@ def read(file: Path, text: str | None = None) -> tuple[Loaded, list[Problem]]:
     Values at fault are left out, so that the rest can be judged in the same run. Raises DeploymentError where no deployment
     remains.
     """
+    text = text_of(file) if text is None else text
     document, faults = parse(file, text)
     known = {fault.place for fault in faults}
     given = _without(document, known)
@@ -79,7 +81,7 @@ def read(file: Path, text: str | None = None) -> tuple[Loaded, list[Problem]]:
             deployment = Deployment.model_validate(_without(given, {place_of(fault) for fault in found}))
         except ValidationError:
             raise DeploymentError.of([located(file, document, problem) for problem in faults]) from None
-    return Loaded(_with_paths_from(file.parent, deployment), file, document), faults
+    return Loaded(_with_paths_from(file.parent, deployment), file, text, document), faults
 
 
 def _without(value: Any, places: Collection[Place], here: Place = ()) -> Any:

@@ -193,13 +193,13 @@ def test_something_else_at_the_services_address_is_told(
             **{"name": "other", "pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "phase": "ready"},
             **{"started_at": 0.0, "url": address, "served_name": "model", "control_url": address},
         )
-        wanted = load(workplace.file).deployment
+        wanted = load(workplace.file)
         said = f"what answers at {address} is no control service of this version (status {status_code}, {form}); end it"
         with ControlClient(state) as control:
             for ask in (
                 control.status,
                 lambda: control.ask("hello", 3),
-                lambda: control.apply(wanted, "", dry_run=True, restart=False),
+                lambda: control.apply(wanted, dry_run=True, restart=False),
             ):
                 with pytest.raises(ControlFailed, match=re.escape(said)):
                     ask()

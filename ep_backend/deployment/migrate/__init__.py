@@ -22,7 +22,7 @@ from ep_backend.deployment.presets import models, topologies
 from ep_backend.deployment.problems import Finding
 from ep_backend.deployment.render.text import as_yaml
 from ep_backend.deployment.schema import RoleName
-from ep_backend.files import read_text as text_of
+from ep_backend.files import read_text
 from ep_backend.plan.model import GIB
 
 # What a shell replaces.
@@ -105,15 +105,15 @@ def _launches(where: str, text: str) -> list[Launch]:
 def _reachable(where: str) -> Callable[[str], str | None]:
     """Reads files that a text names, relative to the text's own folder or to the current one."""
 
-    def read_text(path: str) -> str | None:
+    def text_of(path: str) -> str | None:
         for candidate in (Path(where).parent / path, Path(path)):
             try:
-                return text_of(candidate)
+                return read_text(candidate)
             except (OSError, UnicodeDecodeError):
                 continue
         return None
 
-    return read_text
+    return text_of
 
 
 def _by_role(drafts: Sequence[Draft]) -> list[Draft]:

@@ -190,6 +190,12 @@ def test_a_configuration_file_that_cannot_be_used_is_told(tmp_path: Path, conten
     assert "config" not in args_of(made)
 
 
+def test_a_configuration_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "engine.yaml")
+    made = migrate([(str(tmp_path / "run.sh"), f"{SGLANG} --config engine.yaml")])
+    assert ("left out", "--config engine.yaml", "") in notes_of(made)
+
+
 @pytest.mark.parametrize(
     ("engine", "image", "version"),
     [
