@@ -1,5 +1,6 @@
 """up, down, ask and status, as the command line and the demo use them."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -174,9 +175,9 @@ def down(name: str) -> bool:
         supervisor = state.pid if _supervised(state) else None
         # Of a launch whose first process is gone, others may be left; its number is free again only after them.
         leaders = {each.pid for each in state.instances if start_ticks(each.pid) in (each.start_ticks, None)}
-    if supervisor is not None:
-        started = start_ticks(supervisor)
-        os.kill(supervisor, signal.SIGTERM)
+    if supervisor is not None and (started := start_ticks(supervisor)) is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(supervisor, signal.SIGTERM)
         deadline = time.monotonic() + 60.0
         while start_ticks(supervisor) == started and time.monotonic() < deadline:
             time.sleep(POLL_S)

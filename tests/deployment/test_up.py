@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from ep_backend.deployment import claim
+from ep_backend.deployment import claim, commands
 from ep_backend.deployment.commands import down
 from ep_backend.deployment.problems import DeploymentError
-from ep_backend.deployment.processes import session_members, start_ticks
+from ep_backend.deployment.processes import session_members, start_ticks, stop_sessions
+from ep_backend.deployment.state import RunState, write_state
 from tests.deployment.conftest import Workplace
 
 FAULT_LINE = "ValueError: the weights are not there"
@@ -287,6 +288,26 @@ def test_down_leaves_processes_that_only_have_the_numbers(workplace: Workplace) 
         assert other.poll() is None
         other.kill()
     assert not state.exists()
+
+
+def test_down_does_not_wait_for_a_supervisor_that_ends_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    write_state(
+        RunState(
+            name="gone", pid=ended.pid, start_ticks=1, phase="ready", started_at=0.0, url="http://127.0.0.1:9", served_name="m"
+        )
+    )
+    monkeypatch.setattr(commands, "_supervised", lambda state: True)  # it was there a moment ago
+    assert down("gone")
+
+
+def test_what_cannot_be_removed_does_not_keep_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    stop_sessions([], {tmp_path / "folder", tmp_path / "file"}, 0.0)
+    assert not (tmp_path / "file").exists()
 
 
 def test_up_lets_one_that_failed_end_first(workplace: Workplace) -> None:
