@@ -1,6 +1,5 @@
 """The engine flags of a role, equal on all its launches: what the file's keys decide, then the role's own args."""
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -44,14 +43,13 @@ def _vllm(deployment: Deployment, name: RoleName, role: Role) -> Flags:
     if name != "unified":
         given = role.arg(TRANSFER)
         further = further_transfer(given) if isinstance(given, dict) else {}
-        transfer: dict[str, Any] = {
+        flags[TRANSFER] = {
             "kv_connector": NIXL,
             "kv_role": "kv_producer" if name == "prefill" else "kv_consumer",
             "kv_buffer_device": deployment.topology.device,
             **further,
             EXTRA: {LEASE: _kv_lease_s(deployment), **further.get(EXTRA, {})},
         }
-        flags[TRANSFER] = json.dumps(transfer)
     return flags
 
 

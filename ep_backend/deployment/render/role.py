@@ -82,11 +82,8 @@ def bootstrap_port(name: RoleName) -> int:
 def _engine(deployment: Deployment, name: RoleName, role: Role) -> tuple[dict[str, JsonValue], dict[str, JsonValue]]:
     """The flags of every node, for the engine's `--config`; and those of the leader alone."""
     image = role.image or deployment.target.image
-    flags = {
-        flag: _as_mapping(value)
-        for flag, value in engine_flags(deployment, name, role, image.packages.get(role.engine)).items()
-        if flag != "model-path"
-    }
+    flags = engine_flags(deployment, name, role, image.packages.get(role.engine))
+    flags.pop("model-path", None)
     first = FIRST_PORT[name]
     if role.engine == "sglang":
         flags = {"model-path": source(deployment), **flags}
@@ -97,17 +94,6 @@ def _engine(deployment: Deployment, name: RoleName, role: Role) -> tuple[dict[st
     elif role.nodes > 1:
         flags |= {"data-parallel-size-local": role.data_parallel // role.nodes, "data-parallel-rpc-port": first + RENDEZVOUS}
     return flags, {flag: flags.pop(flag) for flag in LEADER_ONLY if flag in flags}
-
-
-def _as_mapping(value: JsonValue) -> JsonValue:
-    """JSON in a string as YAML; both engines turn a mapping back into JSON."""
-    if isinstance(value, str) and value.startswith("{"):
-        try:
-            parsed: JsonValue = json.loads(value)
-        except ValueError:
-            return value
-        return parsed
-    return value
 
 
 def _node_lines(deployment: Deployment, name: RoleName, role: Role) -> list[str]:
