@@ -163,7 +163,7 @@ def rank_status(
 
     ``facts``: what only the adapter knows: ``sms`` (limit of a kernel), ``fallbacks`` (how often `auto` could not take its
     first choice, by reason), ``estimates`` (seconds a layer by mode, as planned), ``graphs`` (see
-    :class:`ep_backend.deployment.agents.GraphState`).
+    :class:`ep_backend.deployment.rank_status.GraphState`).
     """
     stats = [buffer.stats() for buffer in buffers]
     latest: Stats = max(stats, key=lambda s: int(s["epoch"]), default={})

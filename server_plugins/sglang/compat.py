@@ -15,11 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ep_backend.deployment.engines import SUPPORTED
 from server_plugins.sglang import NAME
 from server_plugins.sglang.choice import Arguments
 from server_plugins.sglang.plan import Plan
 
-FIRST, BEYOND = "0.5.17", "0.5.24"
+FIRST, BEYOND = SUPPORTED["sglang"]
 OVERRIDE = "EP_BACKEND_ALLOW_UNTESTED_SGLANG"
 
 STEPS = ("handle_mega_moe", "handle_a2a_moe", "validate_deepep_v2_dispatch_token_budget")

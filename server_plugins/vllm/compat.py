@@ -4,9 +4,10 @@ import inspect
 import os
 from typing import Any, Literal, get_origin, get_type_hints
 
+from ep_backend.deployment.engines import SUPPORTED
 from server_plugins.vllm import NAME
 
-FIRST, BEYOND = "0.26", "0.34"
+FIRST, BEYOND = SUPPORTED["vllm"]
 OVERRIDE = "EP_BACKEND_ALLOW_UNTESTED_VLLM"
 
 PREPARE = [
