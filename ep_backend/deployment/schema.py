@@ -29,6 +29,7 @@ ModeName = Literal["auto", "normal", "direct", "low_latency", "hybrid"]
 RoleName = Literal["prefill", "decode", "unified"]
 Engine = Literal["vllm", "sglang"]
 TargetKind = Literal["local", "shell", "slurm", "lws", "disaggregatedset"]
+KUBERNETES: tuple[TargetKind, ...] = ("lws", "disaggregatedset")
 ENV_NAME, HCA = r"^[A-Za-z_][A-Za-z0-9_]*$", r"^[A-Za-z0-9_.-]+(:[1-9][0-9]*)?$"
 MOUNT, NAMESPACE = r"^/.*[^/]$", r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
 PATTERNS = {

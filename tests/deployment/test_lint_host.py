@@ -77,6 +77,11 @@ def test_heaps_larger_than_memory(local: Callable[..., Deployment], monkeypatch:
         assert codes(local()) == expected
 
 
+@pytest.mark.parametrize("host", ["127.0.0.2", "localhost", "::1", "0:0:0:0:0:0:0:1"])
+def test_every_loopback_address_is_one(local: Callable[..., Deployment], host: str) -> None:
+    assert codes(local(control={"host": host})) == []
+
+
 def test_a_local_target_has_no_pods(local: Callable[..., Deployment]) -> None:
     assert codes(local(target={"kind": "local", "pod": {"shm": "64GiB"}})) == ["EP407"]
 

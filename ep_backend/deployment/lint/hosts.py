@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ep_backend.deployment.buffers import buffer_config
 from ep_backend.deployment.lint.view import Place, RoleView, problem
 from ep_backend.deployment.problems import Problem
-from ep_backend.deployment.schema import Deployment, Pod
+from ep_backend.deployment.schema import KUBERNETES, Deployment, Pod
 from ep_backend.plan.model import GIB
 from ep_backend.serving import is_loopback
 
@@ -16,8 +16,6 @@ GID = "NVSHMEM_IB_GID_INDEX"
 # Flags that both roles must have alike, with the engines' defaults.
 AGREED = (("EP501", "kv-cache-dtype", "auto"), ("EP502", "block-size", None), ("EP502", "page-size", 1))
 EVERY_ADDRESS = ("0.0.0.0", "::")
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-KUBERNETES = ("lws", "disaggregatedset")
 LOCAL_BROADCAST = "enable-dp-attention-local-control-broadcast"
 
 
@@ -76,7 +74,7 @@ def check_ports(deployment: Deployment) -> Iterator[Problem]:
 
 def check_control(deployment: Deployment, views: list[RoleView]) -> Iterator[Problem]:
     control = deployment.control
-    if control.host not in LOOPBACK and control.key is None:
+    if not is_loopback(control.host) and control.key is None:
         yield problem("EP406", ("control", "host"), f"is {control.host}, and there is no key", "set control.key")
     kind = deployment.target.kind
     several = kind in (*KUBERNETES, "slurm") or (kind == "shell" and deployment.topology.nodes > 1)

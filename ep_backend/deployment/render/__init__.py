@@ -15,7 +15,7 @@ from ep_backend.deployment.render import kubernetes, slurm
 from ep_backend.deployment.render.podmonitor import POD_MONITOR, pod_monitor
 from ep_backend.deployment.render.role import ENGINE, FIRST_PORT, LAUNCH, SETTINGS, role_files
 from ep_backend.deployment.render.router import ROUTER, router_script
-from ep_backend.deployment.schema import Deployment, TargetKind
+from ep_backend.deployment.schema import KUBERNETES, Deployment, TargetKind
 from ep_backend.serving import is_loopback, url_host
 
 LWS, DISAGGREGATED_SET = "lws.yaml", "disaggregatedset.yaml"
@@ -23,7 +23,6 @@ FILES = {ROUTER, slurm.JOB, LWS, DISAGGREGATED_SET, POD_MONITOR} | {
     f"{role}/{name}" for role in FIRST_PORT for name in (LAUNCH, ENGINE, SETTINGS)
 }
 """Everything that may be written, by its path in the folder."""
-KUBERNETES: tuple[TargetKind, ...] = ("lws", "disaggregatedset")
 LONGEST_NAME = 40
 EVERY_ADDRESS = "0.0.0.0"
 
