@@ -13,6 +13,7 @@ from ep_backend.deployment.buffers import buffer_config
 from ep_backend.deployment.checks import check_startable
 from ep_backend.deployment.flags import engine_flags
 from ep_backend.deployment.instances import Instance, engine_instances, router_instance
+from ep_backend.deployment.lint import parser
 from ep_backend.deployment.lint.parser import check_with_engine
 from ep_backend.deployment.load import load
 from ep_backend.deployment.logs import last_errors, last_line
@@ -218,6 +219,18 @@ def test_lint_asks_the_parser_in_sglangs_environment(
     assert problem.place == ("roles", "unified", "args")
     assert problem.what == "sglang 0.5.23 refuses: sglang serve: error: no such chunk"
     assert json.loads(asked.read_text()) == ["--chunked-prefill-size", "2048"]
+
+
+def test_lint_does_not_wait_for_a_parser_for_ever(
+    unified: Callable[..., Deployment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(interpreters, "sglang", lambda: (str(python), "0.5.23"))
+    monkeypatch.setattr(parser, "TIMEOUT_S", 0.5)
+    (problem,) = check_with_engine(unified())
+    assert problem.what == "sglang 0.5.23 has not parsed them in 0.5 s"
 
 
 def test_errors_in_a_log_of_sglang(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def check_with_engine(deployment: Deployment) -> Iterator[Problem]:
     for view in views(deployment):
         found = _python_of(view.role.engine)
         if found is not None and (complaint := _complaint(view, *found)):
-            yield problem("EP306", (*view.place, "args"), complaint, "correct the flag")
+            yield problem("EP306", (*view.place, "args"), *complaint)
 
 
 def _python_of(engine: Engine) -> tuple[str, str] | None:
@@ -58,14 +58,19 @@ def _python_of(engine: Engine) -> tuple[str, str] | None:
         return None
 
 
-def _complaint(view: RoleView, python: str, version: str) -> str | None:
+def _complaint(view: RoleView, python: str, version: str) -> tuple[str, str] | None:
+    """What is wrong, and the fix."""
     engine = view.role.engine
-    done = subprocess.run(
-        [python, "-P", "-c", PROGRAMS[engine]],
-        input=json.dumps(flag_words(view.role.flags)),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    try:
+        done = subprocess.run(
+            [python, "-P", "-c", PROGRAMS[engine]],
+            input=json.dumps(flag_words(view.role.flags)),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"{engine} {version} has not parsed them in {TIMEOUT_S:g} s", "find out why, or leave out --engine"
     last = done.stderr.strip().splitlines()[-1:] or ["it ended without a word"]
-    return f"{engine} {version} refuses: {last[0]}" if done.returncode else None
+    return (f"{engine} {version} refuses: {last[0]}", "correct the flag") if done.returncode else None
