@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ep_backend.deployment.document import Place
 from ep_backend.deployment.lint import lint
 from ep_backend.deployment.migrate.notes import Note, Unmovable
 from ep_backend.deployment.problems import Problem
@@ -30,8 +31,13 @@ def checked(document: dict[str, Any]) -> Deployment:
 
 def repaired(document: dict[str, Any]) -> Iterator[Note]:
     """Changes the document until lint finds nothing more that is repaired here. Each round repairs, so there is an end."""
-    while problem := next(filter(_repairable, lint(checked(document))), None):
-        yield _repair(document, problem)
+    while found := list(filter(_repairable, lint(checked(document)))):
+        done: list[Place] = []
+        for problem in found:
+            # What lint says of a place that was just changed, or of what is in it or around it, may no longer hold.
+            if not any(problem.place[: len(place)] == place[: len(problem.place)] for place in done):
+                yield _repair(document, problem)
+                done.append(problem.place)
 
 
 def _repairable(problem: Problem) -> bool:

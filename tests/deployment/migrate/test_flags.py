@@ -13,7 +13,7 @@ from ep_backend.deployment.flags import engine_flags
 from ep_backend.deployment.lint import lint
 from ep_backend.deployment.lint.report import is_error
 from ep_backend.deployment.load import read
-from ep_backend.deployment.migrate import Migrated, Unmovable, migrate
+from ep_backend.deployment.migrate import Migrated, Unmovable, migrate, repair
 from ep_backend.deployment.migrate.images import version_of
 from ep_backend.deployment.migrate.launches import launches
 from ep_backend.deployment.migrate.shell import commands
@@ -188,6 +188,14 @@ def test_a_configuration_file_that_cannot_be_used_is_told(tmp_path: Path, conten
     made = migrate([(str(tmp_path / "run.sh"), f"{SGLANG} --config engine.yaml")])
     assert ("left out", "--config engine.yaml", "") in notes_of(made)
     assert "config" not in args_of(made)
+
+
+def test_many_unknown_flags_are_left_out_in_one_round_of_lint(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = []
+    monkeypatch.setattr(repair, "lint", lambda deployment: rounds.append(deployment) or lint(deployment))
+    made = migrate([("here.sh", f"{SERVE} {' '.join(f'--no-such-{number} 1' for number in range(20))}")])
+    assert sum(what.startswith("--no-such-") for _, what, _ in notes_of(made)) == 20
+    assert args_of(made) == {} and len(rounds) <= 3
 
 
 def test_a_configuration_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
