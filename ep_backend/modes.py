@@ -44,7 +44,6 @@ class Placement(str, Enum):
     """Where records land at the receiver."""
 
     SLOTS = "slots"  # [source rank, max_tokens], one writer a segment
-    EXPERT_SLOTS = "expert_slots"  # [local expert, source rank, max_tokens]
     RINGS = "rings"  # bounded rings with head and tail credit
 
 

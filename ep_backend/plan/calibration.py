@@ -86,11 +86,10 @@ def calibrations() -> dict[str, Calibration]:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A line through (bytes, microseconds) points, and how far the points lie from it."""
+    """A line through (bytes, microseconds) points, and how far the farthest point lies from it."""
 
     fixed_us: float
     gbs: float
-    mean_error: float
     worst_error: float
 
 
@@ -112,7 +111,7 @@ def fit(points: Sequence[tuple[float, float]]) -> Fit:
     if slope <= 0:
         raise ValueError("the times do not grow with the bytes, so there is no bandwidth in them; measure larger batches")
     errors = [abs(fixed + slope * size - us) / us for size, us in points]
-    return Fit(fixed, 1e-3 / slope, sum(errors) / len(errors), max(errors))
+    return Fit(fixed, 1e-3 / slope, max(errors))
 
 
 Count = Annotated[float, Field(strict=True, ge=0, le=MOST)]

@@ -60,7 +60,7 @@ def traffic(mode: Mode, copies: Copies, ranks: int, nodes: int, one_an_expert: b
     """
     per_node = ranks // nodes
     across, beside = (nodes - 1) / nodes, (per_node - 1) / ranks
-    if mode in (Mode.HYBRID, Mode.NORMAL):
+    if mode.spec.two_hops:
         forwarded = copies.gpus * (per_node - 1) / per_node
         return Traffic(copies.nodes * across, forwarded, copies.gpus, copies.node_skew, copies.gpu_skew)
     if mode is Mode.DIRECT:

@@ -9,8 +9,6 @@ from ep_backend.modes import Family, Mode
 
 HOPPER = ("H100", "H200", "H800", "H20")
 ELASTIC = ("enable-elastic-ep", "elastic-ep-backend")
-# Modes that write to any GPU of another node, not only to the rail peer.
-ANY_TO_ANY = (Mode.LOW_LATENCY, Mode.DIRECT)
 
 
 def check_mode(view: RoleView) -> Iterator[Problem]:
@@ -25,7 +23,7 @@ def check_mode(view: RoleView) -> Iterator[Problem]:
         choices = ", ".join([*(candidate.value for candidate in allowed), "auto"])
         what = f"is {mode.value}, must be one of {choices} for the {view.name} role"
         yield problem("EP202", place, what, f"choose one of those, or move {mode.value} to the other role")
-    elif several and mode in ANY_TO_ANY and _rail_only(view):
+    elif several and not mode.spec.two_hops and _rail_only(view):
         what = f"is {mode.value}, but topology.nic.fabric is rail_only"
         yield problem("EP205", place, what, "use hybrid" if mode is Mode.LOW_LATENCY else "use hybrid or normal")
     elif mode is Mode.DIRECT and several:
