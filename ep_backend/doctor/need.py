@@ -102,14 +102,23 @@ def of_host(host: Host) -> Need:
             words.add("domain")
     else:
         words.add("cpu")
-    nics = host.names("/sys/class/infiniband")
+    try:
+        nics = host.names("/sys/class/infiniband")
+    except Unknown:
+        nics = []
     if nics:
         words |= {"remote", "nodes"}
-        layers = {host.read_if(f"/sys/class/infiniband/{nic}/ports/1/link_layer") for nic in nics}
-        words |= {"roce"} if "Ethernet" in layers else set()
+        words |= {"roce"} if any(_is_ethernet(host, nic) for nic in nics) else set()
         words |= {"efa"} if any(nic.startswith(("efa", "rdmap")) for nic in nics) else set()
     engines = tuple(name for name in ("vllm", "sglang") if host.version(name))
     return Need("this host, without a deployment file", frozenset(words), ranks, engines=engines)
+
+
+def _is_ethernet(host: Host, nic: str) -> bool:
+    try:
+        return host.read_if(f"/sys/class/infiniband/{nic}/ports/1/link_layer") == "Ethernet"
+    except Unknown:  # a port that the driver has given up cannot be read
+        return False
 
 
 def _of_role(deployment: Deployment, name: RoleName, role: Role) -> Need:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,15 @@ def test_without_a_file_the_hardware_says_what_to_check(tree: Tree, tmp_path: Pa
     bare = Tree(tmp_path / "bare", tmp_path / "none")
     bare.root.mkdir()
     assert of_host(bare.host()).words == {"cpu"}
+
+
+def test_nics_that_cannot_be_read_end_nothing(tmp_path: Path) -> None:
+    (tmp_path / "sys/class/infiniband/mlx5_0/ports/1/link_layer").mkdir(parents=True)
+    host = Host(root=tmp_path, env={}, version=lambda package: None)
+    assert of_host(host).words == {"cpu", "remote", "nodes"}
+    (tmp_path / "bare/sys/class").mkdir(parents=True)
+    (tmp_path / "bare/sys/class/infiniband").touch()
+    assert of_host(replace(host, root=tmp_path / "bare")).words == {"cpu"}
 
 
 def test_a_skipped_check_says_why(tree: Tree) -> None:
