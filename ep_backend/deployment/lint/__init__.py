@@ -17,6 +17,7 @@ ROLE_RULES = (
     modes.check_layout,
     modes.check_sms,
     capacity.check_engine_limits,
+    capacity.check_chunk,
     capacity.check_capacity,
     capacity.check_lanes,
     capacity.check_payload,

@@ -14,6 +14,7 @@ from ep_backend.plan.calibration import calibrations, read_counts, recalibrated
 from ep_backend.plan.memory import memory
 
 WASTE = 4
+CHUNK = 2048
 HIGHEST_FRACTION = 0.95
 
 
@@ -34,9 +35,19 @@ def check_engine_limits(view: RoleView) -> Iterator[Problem]:
             yield problem("EP123", view.flag_place("max-num-batched-tokens"), what, f"set {it} to {number}, or lower {flag}")
 
 
+def check_chunk(view: RoleView) -> Iterator[Problem]:
+    """SGLang takes -1 for prompts that are never cut, and slots are made for a batch that has an end."""
+    role, flag = view.role, "chunked-prefill-size"
+    given = role.number(flag)
+    if role.engine == "sglang" and view.name != "decode" and given is not None and given < role.data_parallel:
+        what = f"is {given}, which is no limit to what each of {role.data_parallel} ranks may dispatch in a step"
+        rows = role.ep.max_tokens or CHUNK
+        yield problem("EP102", view.flag_place(flag), what, f"set it to {rows * role.data_parallel}, {rows} a rank")
+
+
 def check_capacity(view: RoleView) -> Iterator[Problem]:
     role, capacity = view.role, view.role.ep.max_tokens
-    if capacity is None:
+    if capacity is None or any(check_chunk(view)):
         return
     place = (*view.place, "ep", "max_tokens")
     batch, each = batch_limit(view.deployment, view.name, role), tokens_a_sequence(role)
@@ -108,6 +119,8 @@ def check_shape(view: RoleView) -> Iterator[Problem]:
     """The buffer's own rules; the two that have their own code first."""
     shape, ep = view.shape, view.role.ep
     if shape is None or view.group is None or (shape.experts + ep.redundant_experts) % view.group.ranks:
+        return
+    if any(check_chunk(view)):  # then the capacity is not known
         return
     if shape.top_k > MAX_TOP_K:
         yield problem(
