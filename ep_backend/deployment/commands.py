@@ -25,12 +25,14 @@ from ep_backend.deployment.processes import (
     start_ticks,
     stop_sessions,
 )
+from ep_backend.deployment.schema import STOP_TIMEOUT_S
 from ep_backend.deployment.state import RunState, StateUnreadable, read_state, remove_state, run_dir, state_file, unusable
 from ep_backend.deployment.supervisor import Supervisor
 from ep_backend.deployment.view import Progress
 
 POLL_S = 0.2
 ENDING_S = 30.0
+STOPPING_S = 40.0  # of a supervisor, on top of what it gives its launches
 
 
 class NotRunning(Exception):
@@ -168,20 +170,20 @@ def down(name: str) -> bool:
     try:
         state = read_state(name)
     except StateUnreadable:
-        supervisor, leaders = claimant(folder), launches_in(folder)
+        supervisor, leaders, grace_s = claimant(folder), launches_in(folder), STOP_TIMEOUT_S
     else:
         if state is None:
             return False
-        supervisor = state.pid if _supervised(state) else None
+        supervisor, grace_s = state.pid if _supervised(state) else None, state.stop_timeout_s
         # Of a launch whose first process is gone, others may be left; its number is free again only after them.
         leaders = {each.pid for each in state.instances if start_ticks(each.pid) in (each.start_ticks, None)}
     if supervisor is not None and (started := start_ticks(supervisor)) is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(supervisor, signal.SIGTERM)
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + grace_s + STOPPING_S
         while start_ticks(supervisor) == started and time.monotonic() < deadline:
             time.sleep(POLL_S)
-    stop_sessions(leaders, shared_memory_of(session_members(leaders)), grace_s=20.0)
+    stop_sessions(leaders, shared_memory_of(session_members(leaders)), grace_s)
     remove_state(name)
     return True
 

@@ -294,6 +294,7 @@ class Control(Strict):
     flip_timeout_s: Seconds = Field(default=30.0, description="how long a change of mode may take before it is abandoned")
 
 
+STOP_TIMEOUT_S = 20.0
 RENDERED_MOUNTS = ("/dev/shm", "/etc/ep-backend")
 """Where render mounts memory, and the files of a role."""
 
@@ -340,7 +341,7 @@ class Target(Strict):
     pod: Pod = Pod()
     namespaces: bool = Field(default=False, description="local: a role's launches in network namespaces, as nodes; needs root")
     start_timeout_s: Seconds = 600.0
-    stop_timeout_s: Seconds = 20.0
+    stop_timeout_s: Seconds = STOP_TIMEOUT_S
     drain_timeout_s: Seconds = Field(default=300.0, description="how long a restart waits for requests under way")
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from ep_backend.deployment.problems import DeploymentError
-from ep_backend.deployment.schema import PATTERNS, RoleName
+from ep_backend.deployment.schema import PATTERNS, STOP_TIMEOUT_S, RoleName
 from ep_backend.deployment.spelling import in_yaml
 from ep_backend.values import NAME
 
@@ -47,6 +47,7 @@ class RunState(BaseModel):
     url: str
     served_name: str
     key: str | None = None
+    stop_timeout_s: float = STOP_TIMEOUT_S
     control_url: str | None = None
     instances: list[InstanceState] = []
     error: str | None = None

@@ -93,6 +93,7 @@ class Supervisor:
             url=base_url(router.host, router.port),
             served_name=deployment.model.served_name,
             key=deployment.control.key,
+            stop_timeout_s=target.stop_timeout_s,
         )
 
     def run(self) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -301,6 +302,28 @@ def test_down_does_not_wait_for_a_supervisor_that_ends_meanwhile(tmp_path: Path,
     )
     monkeypatch.setattr(commands, "_supervised", lambda state: True)  # it was there a moment ago
     assert down("gone")
+
+
+def test_down_gives_a_deployment_the_time_to_stop_that_its_file_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now > 200:
+            supervisor.stdin.close()
+            supervisor.wait()
+
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as supervisor:
+        facts = {"started_at": 0.0, "url": "http://127.0.0.1:9", "served_name": "model", "stop_timeout_s": 300.0}
+        ticks = start_ticks(supervisor.pid)
+        write_state(RunState(name="slow", phase="ready", pid=supervisor.pid, start_ticks=ticks, **facts))
+        monkeypatch.setattr(commands, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+        monkeypatch.setattr(os, "kill", lambda pid, number: None)  # it is slow to end
+        assert down("slow")
+        monkeypatch.undo()
+        assert now > 200
 
 
 def test_what_cannot_be_removed_does_not_keep_the_rest(tmp_path: Path) -> None:
