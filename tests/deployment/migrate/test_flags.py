@@ -307,9 +307,3 @@ def test_what_only_a_shell_knows_is_told() -> None:
         ("`hostname`", "model.served_name, as it is written"),
     }
     assert not [became for _, _, became in notes_of(made) if "seed" in became]
-
-
-def test_a_pipe_for_a_config_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    made = migrate([(str(tmp_path / "here.sh"), f"{SERVE} --config pipe")])
-    assert any("--config" in what for _, what, _ in notes_of(made))
