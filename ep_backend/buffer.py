@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -147,7 +148,7 @@ class EpBuffer:
         from ep_backend.fabric.meeting import Meeting
 
         name = fabric or ("nvshmem" if torch.cuda.is_available() else "host")
-        self._destroyed = False
+        self._destroyed, self._process = False, os.getpid()
         meeting = Meeting(group)
         config: BufferConfig | None = None
         error: ValueError | TypeError | None = None
@@ -461,14 +462,14 @@ class EpBuffer:
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Fail the buffer on all ranks, for a caller that cannot go on between a dispatch and its combine."""
-        if self._destroyed:
+        if self._destroyed or self._forked():
             return
         self._error = self._error or f"rank {self.rank}: {reason}"
         self._fabric.abort(self._error)
 
     def destroy(self) -> None:
         """Release the buffer. Waits at most the timeout for the other ranks, never raises, may be called twice."""
-        if self._destroyed:
+        if self._destroyed or self._forked():
             return
         self._destroyed = True
         if hasattr(self, "_fabric"):
@@ -502,9 +503,18 @@ class EpBuffer:
         rounds = [(lane, self._lanes[lane].epoch) for lane in lanes]
         self._fabric.refuse(rounds, f"{type(error).__name__}: {error}", astray=astray)
 
+    def _forked(self) -> bool:
+        """Whether this is a child's copy, with whose memory the child could break its parent's rounds."""
+        return os.getpid() != self._process
+
     def _check_there(self) -> None:
         if self._destroyed:
             raise EpFailed("the buffer was destroyed; make a new one on all ranks")
+        if self._forked():
+            raise EpFailed(
+                f"process {os.getpid()} is a fork of the buffer's process {self._process}, to which the buffer belongs; "
+                "make it behind the fork, or start processes by spawn"
+            )
 
     def _check_alive(self) -> None:
         self._check_there()

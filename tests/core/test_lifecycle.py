@@ -415,6 +415,32 @@ def test_destroy_twice(ranks: Any, fabric: str) -> None:
         assert error == "EpFailed" and "destroyed" in message
 
 
+def forked(world: World) -> list[str]:
+    """What a child of rank 0 is told while the parents' rounds go on."""
+    with world.make() as buffer:
+        Round(world, buffer, oracle.make_case(1, [2, 2]), "direct").run()
+        said = []
+        if world.rank == 0:
+            here, there = os.pipe()
+            child = os.fork()
+            if child == 0:
+                call = Round(world, buffer, oracle.make_case(2, [2, 2]), "direct")
+                outcome = attempt(call.dispatch)
+                buffer.abort("of the child")
+                buffer.destroy()
+                os.write(there, f"{outcome.error} {outcome.message}".encode())
+                os._exit(0)
+            os.waitpid(child, 0)
+            said.append(os.read(here, 4096).decode())
+        Round(world, buffer, oracle.make_case(3, [2, 2]), "direct").run()
+        return said
+
+
+def test_a_forked_child_cannot_break_the_parent_s_buffer(ranks: Any) -> None:
+    (said,), _ = ranks(2).run(forked)
+    assert said.startswith("EpFailed") and "is a fork of the buffer's process" in said
+
+
 def without_peer(world: World, victim: int) -> float:
     buffer = world.make(timeout_s=2)
     Round(world, buffer, oracle.make_case(1, [2, 2]), "direct").run()

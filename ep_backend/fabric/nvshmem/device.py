@@ -40,7 +40,7 @@ class Gpu:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.multiprocessors = int(torch.cuda.get_device_properties(self.device).multi_processor_count)
         self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._one = torch.ones(1, dtype=torch.int64, pin_memory=True)
+        self._one = torch.ones(1, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def join(self, size: int, meeting: Meeting) -> None:
         """The NVSHMEM world, before images that need it are loaded. Collective."""
@@ -57,7 +57,7 @@ class Gpu:
 
     def mapped(self, words: int) -> torch.Tensor:
         """Zeroed 64-bit words of host memory that kernels write and the host polls."""
-        return torch.zeros(words, dtype=torch.int64, pin_memory=True)
+        return torch.zeros(words, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def stream(self) -> int:
         # Asked at every launch: torch.cuda.current_stream() makes an object for it.
