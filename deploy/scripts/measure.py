@@ -600,7 +600,7 @@ def _profiles(entry: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 def _facts(file: Path, document: dict[str, Any]) -> dict[str, Any]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    gpus = subprocess.run(query, capture_output=True, text=True).stdout.split("\n") if shutil.which("nvidia-smi") else []
+    gpus = _said(query).split("\n")
     shown = json.loads(json.dumps(document))
     shown["model"]["path"] = Path(shown["model"]["path"]).name  # of no use on another machine
     return {
@@ -611,8 +611,15 @@ def _facts(file: Path, document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    done = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True)
-    return done.stdout.strip() or None
+    return _said(["git", "describe", "--always", "--dirty", "--abbrev=12"]).strip() or None
+
+
+def _said(command: list[str]) -> str:
+    """What a program prints; nothing where it is not there, or does not end."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
 
 
 def _version(name: str) -> str | None:

@@ -8,6 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ep_backend.files import read_text
+
+MOST_BYTES = 64 << 20
 WRITTEN_BY = "give the files that `ep-backend bench --output FILE` wrote"
 
 
@@ -75,7 +78,7 @@ class _Measured(_Checked):
 def read(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """A file's lines, and notes on cut ones, which are left out; ValueError names file, line and reason."""
     try:
-        text = file.read_bytes().decode()
+        text = read_text(file, MOST_BYTES)
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}; {WRITTEN_BY}") from None
     except UnicodeDecodeError as error:

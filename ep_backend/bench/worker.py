@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import json
@@ -404,8 +405,9 @@ def about(me: Rank) -> dict[str, Any]:
         return {**facts, "device": f"cpu ({platform.machine()})"}
     from ep_backend.fabric.nvshmem.world import joined
 
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+    query, driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], []
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        driver = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30).stdout.split()
     return {
         **facts,
         **{"device": torch.cuda.get_device_name(me.device), "driver": driver[0] if driver else None},

@@ -76,7 +76,7 @@ class Controller:
 
     async def status(self) -> DeploymentStatus:
         state = self._state()
-        drift, fault = self._file_drift()
+        drift, fault = await asyncio.to_thread(self._file_drift)
         roles = await asyncio.gather(*(self._role_status(role) for role, _ in self.running.roles.items()))
         return DeploymentStatus(
             name=state.name,

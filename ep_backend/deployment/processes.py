@@ -65,11 +65,10 @@ def signals_noted(note: Callable[[int], object]) -> Iterator[None]:
 def session_members(leaders: Collection[int]) -> list[int]:
     """The living processes of the sessions with these leaders."""
     members = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            fields = _stat_fields(int(entry.name))
-            if fields is not None and fields[0] not in "ZX" and int(fields[3]) in leaders:
-                members.append(int(entry.name))
+    for pid in _processes():
+        fields = _stat_fields(pid)
+        if fields is not None and fields[0] not in "ZX" and int(fields[3]) in leaders:
+            members.append(pid)
     return members
 
 
@@ -86,13 +85,13 @@ def shared_memory_of(pids: Collection[int]) -> set[Path]:
 
 
 def stop_sessions(leaders: Collection[int], shared: set[Path], grace_s: float) -> None:
-    """Asks the leaders to stop, kills after `grace_s` what is left, then removes shared memory that outlived its users."""
+    """Asks the leaders to stop, kills after `grace_s` what is left, then removes shared memory that outlived all its users."""
     shared = shared | shared_memory_of(session_members(leaders))
     _signal(leaders, signal.SIGTERM)
     if not _wait_gone(leaders, grace_s):
         _signal(session_members(leaders), signal.SIGKILL)
         _wait_gone(leaders, 10.0)
-    for file in shared:
+    for file in shared - shared_memory_of(_processes()):
         with contextlib.suppress(OSError):  # gone, or another user's
             file.unlink()
 
@@ -111,6 +110,10 @@ def free_ports(count: int) -> int:
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def _processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
 def _stat_fields(pid: int) -> list[str] | None:

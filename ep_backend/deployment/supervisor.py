@@ -177,9 +177,9 @@ class Supervisor:
 
     def _relaunch(self, role: RoleName, deployment: Deployment) -> None:
         self._enter("starting")
+        self.deployment, self.state.stop_timeout_s = deployment, deployment.target.stop_timeout_s
         self._drain()
         self._end(role)
-        self.deployment = deployment
         settings = dict(deployment.roles.items())[role]
         anew = role_instances(deployment, role, settings, self.folder)
         self.engines = [engine for engine in self.engines if engine.role != role] + anew

@@ -1,13 +1,16 @@
 """Starting and stopping, with fake engines: nothing is left running or in shared memory, however it ends."""
 
 import json
+import mmap
 import os
 import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -331,6 +334,33 @@ def test_what_cannot_be_removed_does_not_keep_the_rest(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     stop_sessions([], {tmp_path / "folder", tmp_path / "file"}, 0.0)
     assert not (tmp_path / "file").exists()
+
+
+MAPS = """
+import mmap, sys, time
+kept = []
+for name in sys.argv[1:]:
+    with open(name, "r+b") as file:
+        kept.append(mmap.mmap(file.fileno(), 4096))
+print("maps", flush=True)
+time.sleep(60)
+"""
+
+
+def test_memory_that_others_use_too_stays() -> None:
+    """Another deployment's, or a profiler's: only what nobody maps any more is left over."""
+    own, common = (Path(f"/dev/shm/fake_{what}_{os.getpid()}") for what in ("own", "common"))
+    with ExitStack() as ends:
+        for file in (own, common):
+            file.write_bytes(bytes(4096))
+            ends.callback(file.unlink, missing_ok=True)
+        command = [sys.executable, "-c", MAPS, str(own), str(common)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as leader, common.open("r+b") as file:
+            ends.callback(leader.kill)
+            assert leader.stdout is not None and leader.stdout.readline() == b"maps\n"
+            with mmap.mmap(file.fileno(), 4096):
+                stop_sessions([leader.pid], set(), 10.0)
+        assert not own.exists() and common.exists()
 
 
 def test_up_lets_one_that_failed_end_first(workplace: Workplace) -> None:

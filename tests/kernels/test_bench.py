@@ -371,6 +371,7 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
     said = refused(["table", str(tmp_path / "no.jsonl")])
     assert f"{tmp_path}/no.jsonl cannot be read: No such file or directory" in said
     assert f"{tmp_path} cannot be read: Is a directory" in refused(["table", str(tmp_path)])
+    assert "/dev/zero cannot be read: not a regular file" in refused(["table", "/dev/zero"])
     file = tmp_path / "lines.jsonl"
     file.write_text("")
     assert "--markdown /proc/no/m.md: it cannot be written" in refused(["table", str(file), "--markdown", "/proc/no/m.md"])
