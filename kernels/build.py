@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 TUNED = "sm_90a"
 ARCHITECTURES = (TUNED, "sm_100a")
 IMAGES = ("dispatch", "combine", "per_expert", "hybrid", "rings", "refuse")
-PUTS = ("hybrid",)
+PUTS = ("hybrid", "refuse")
 LIBRARY, VERSION = "lib/libnvshmem_device.a", "include/non_abi/nvshmem_version.h"  # of NVSHMEM
 FLAGS = ("-std=c++17", "-O3", "-Xptxas=-v", "-Werror=all-warnings")
 

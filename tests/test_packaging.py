@@ -129,7 +129,7 @@ def test_a_wheel_has_all_images_of_its_own_build_or_none(checkout: Path, nvcc: d
     images.mkdir()
     (images / "old.sm_70.cubin").touch()
     nvcc["EP_CUDA"] = "auto"
-    kinds = ("dispatch", "combine", "per_expert", "hybrid", "rings", "refuse", "hybrid_put")
+    kinds = ("dispatch", "combine", "per_expert", "hybrid", "rings", "refuse", "hybrid_put", "refuse_put")
     every = {"images.json", *(f"{kind}.sm_{n}a.cubin" for kind in kinds for n in (90, 100))}
     assert packed(checkout, **nvcc) == every
     assert packed(checkout, **nvcc | {"EP_CUDA": "0"}) == set()

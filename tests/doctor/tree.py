@@ -36,7 +36,10 @@ GPU 00000000:{bus}:00.0
 CLUSTER = "4b1c0d62-8a55-4c51-9c6e-0b6f2b1c7d11"
 
 
-IMAGES = [f"{name}.sm_90a.cubin" for name in ("dispatch", "combine", "hybrid", "rings", "per_expert", "refuse", "hybrid_put")]
+IMAGES = [
+    f"{name}.sm_90a.cubin"
+    for name in ("dispatch", "combine", "hybrid", "rings", "per_expert", "refuse", "hybrid_put", "refuse_put")
+]
 
 
 def images_json(nvshmem: str | None = "3.4.5", files: Sequence[str] = IMAGES, sources: str = "0123") -> str:

@@ -22,7 +22,7 @@ IMAGE_KERNELS = {
     "per_expert": ("expert_send", "expert_await", "expert_place", "expert_return", "expert_sum"),
     "refuse": ("refuse",),
 }
-PUT_IMAGES = ("hybrid",)  # have a second form, NAME_put, that reaches other nodes by NVSHMEM's puts
+PUT_IMAGES = ("hybrid", "refuse")  # have a second form, NAME_put, that reaches other nodes by NVSHMEM's puts
 PUTS_NEED = "nvidia-nvshmem-cu13 installed before, or NVSHMEM_HOME set"
 IMAGES = Path(__file__).resolve().parents[2] / "images"
 

@@ -153,17 +153,17 @@ class Heap:
         self.size, self._heap = size, SharedHeap(size, meeting)
         self.all = self.peers = [int(b.ctypes.data) for b in self._heap.bytes]
         self.base = self.peers[meeting.rank]
-        self._joined: ctypes.CDLL | None = None
+        self._joined: list[ctypes.CDLL] = []
 
     def join(self, network: ctypes.CDLL) -> None:
         """Puts may go to these heaps."""
         peers = (ctypes.c_void_p * len(self.all))(*self.all)
         network.emulator_join(ctypes.c_void_p(self.base), ctypes.c_size_t(self.size), peers, len(self.all))
-        self._joined = network
+        self._joined.append(network)
 
     def close(self, seconds: float) -> None:
-        if self._joined is not None:
-            self._joined.emulator_leave(ctypes.c_void_p(self.base))
+        for network in self._joined:
+            network.emulator_leave(ctypes.c_void_p(self.base))
         self.base = 0
         with contextlib.suppress(BufferError):
             self._heap.close()
