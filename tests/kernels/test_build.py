@@ -103,7 +103,8 @@ def test_a_build_replaces_all_of_the_one_before(
     assert build.sizes == {p.name: p.stat().st_size for p in out.glob("*.cubin")}
     nvshmem(builder, monkeypatch, None)
     second = {p.name for p in builder["build"](out)}
-    assert names(out) == second | {"notes.txt"} and first - second == {f"hybrid_put.sm_{n}a.cubin" for n in (90, 100)}
+    puts = {f"{image}_put.sm_{n}a.cubin" for image in images.PUT_IMAGES for n in (90, 100)}
+    assert names(out) == second | {"notes.txt"} and first - second == puts
     assert images.read(out).nvshmem is None
 
 
