@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ep_backend.errors import EpFailed
 from tests.core import oracle
@@ -294,6 +295,7 @@ def one_rank_refuses(world: World, mode: str, late: int, wrong: int, **arguments
     """What a rank is told when ``wrong`` refuses a call of all, and goes on to the next."""
     buffer = world.make(**arguments)
     Round(world, buffer, oracle.make_case(0, [3] * world.size), mode).run()
+    torch.distributed.barrier(world.group)  # a rank that fails stops its peers' kernels, also in the round before
     if world.rank == late:
         time.sleep(0.3)
     tokens = [4] * world.size
