@@ -255,8 +255,8 @@ def test_ranks_that_disagree_get_an_error_not_a_timeout(ranks: Any, name: str, s
             assert wanted["mode"] in outcome.message
 
 
-def heard(buffer: Any, call: Round) -> tuple[str, float]:
-    """Why the buffer failed on a call whose host need not have waited for its kernels, and in how many seconds."""
+def heard(buffer: Any, call: Round) -> tuple[Outcome, str, float]:
+    """What became of a call whose host need not have waited for its kernels, why the buffer failed, and in how many seconds."""
 
     def steps() -> None:
         call.dispatch()
@@ -266,29 +266,31 @@ def heard(buffer: Any, call: Round) -> tuple[str, float]:
     started = time.monotonic()
     while buffer.failure() is None and took + time.monotonic() - started < SLACK_S:
         time.sleep(0.01)
-    return buffer.failure() or f"nothing: {outcome}", took + time.monotonic() - started
+    return outcome, buffer.failure() or f"nothing: {outcome}", took + time.monotonic() - started
 
 
-def more_than_a_rank_expects(world: World, mode: str) -> str:
+def more_than_a_rank_expects(world: World, mode: str) -> tuple[Outcome, str]:
     """Rank 0 says that nobody sends more than its 2 tokens, rank 1 sends 12 to it."""
     buffer = world.make()
     case = oracle.make_case(1, [2, 12])
     most = len(case.x[world.rank])
-    reason, took = heard(buffer, Round(world, buffer, case, mode, layout="compact", host_counts=False, most_tokens=most))
+    more = {"layout": "compact", "host_counts": False, "most_tokens": most}
+    outcome, reason, took = heard(buffer, Round(world, buffer, case, mode, **more))
     assert took < SLACK_S, reason
     buffer.destroy()
-    return reason
+    return outcome, reason
 
 
 @pytest.mark.parametrize("mode", ["normal", "direct", "low_latency", "hybrid"])
 def test_a_rank_that_expects_fewer_tokens_than_come(ranks: Any, fabric: str, mode: str) -> None:
-    first, second = ranks(2, fabric).run(more_than_a_rank_expects, mode)
+    (first, why), (second, told) = ranks(2, fabric).run(more_than_a_rank_expects, mode)
     if fabric == "host":
-        for said in (first, second):
-            assert "most_tokens=2 makes room for 4; give every rank the most" in said
+        assert first.error == "EpDisagree" and second.error == "EpFailed", (first, second)
+        for outcome in (first, second):
+            assert "most_tokens=2 makes room for 4; give every rank the most" in outcome.message
     else:
-        assert re.search(r"rank 1 sends 1\d rows to rank 0, whose most_tokens=2; give every rank the most", first)
-        assert "rank 0 gave up" in second
+        assert re.search(r"rank 1 sends 1\d rows to rank 0, whose most_tokens=2; give every rank the most", why)
+        assert "rank 0 gave up" in told
 
 
 def one_rank_refuses(world: World, mode: str, late: int, wrong: int, **arguments: Any) -> str:
@@ -304,7 +306,7 @@ def one_rank_refuses(world: World, mode: str, late: int, wrong: int, **arguments
     if world.rank == wrong:
         assert attempt(call.dispatch).error == "ValueError"
         call = Round(world, buffer, oracle.make_case(2, [3] * world.size), mode)
-    reason, took = heard(buffer, call)
+    _, reason, took = heard(buffer, call)
     assert took < SLACK_S or (world.rank == wrong and "timeout_s" in arguments), reason
     buffer.destroy()
     with world.make() as buffer:
