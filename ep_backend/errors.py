@@ -49,11 +49,13 @@ class EpConfigMismatch(EpError):
 
 
 class EpRefused(EpError):
-    """A peer refused its arguments of this call before sending. Raised on every rank; the buffer goes on working."""
+    """A peer refused its arguments of this call before sending. Raised on every rank of the host fabric; the buffer goes on
+    working."""
 
 
 class EpDisagree(EpError):
-    """Ranks called different modes, layouts or payloads in one epoch, or more tokens than one expects. The buffer is failed."""
+    """Ranks called different modes, layouts or payloads in one epoch, or more tokens than one expects, or on GPUs one refused
+    what others called. The buffer is failed."""
 
 
 class EpTimeout(EpError):

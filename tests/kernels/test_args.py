@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ep_backend.fabric.nvshmem import launch, rings
+from ep_backend import layout
+from ep_backend.fabric.nvshmem import fabric, launch, rings
 from ep_backend.fabric.nvshmem.outputs import PLACES
 
 HEADER = Path(__file__).resolve().parents[2] / "kernels" / "include" / "ep" / "args.h"
@@ -33,6 +34,15 @@ def test_limits_are_mirrored() -> None:
     assert f"kMaxRanks = {launch.MAX_RANKS};" in text
     assert f"kThreads = {32 * launch.MOST_WARPS};" in text
     assert f"kRingThreads = {32 * rings.MOST_WARPS};" in HEADER.with_name("ring.cuh").read_text()
+
+
+def test_faults_and_signatures_are_mirrored() -> None:
+    text = HEADER.read_text()
+    assert "enum class Fault : u64 { kNone, kTimeout, kDisagree, kAbort, kBadId, kSkipped, kTooMany };" in text
+    faults = fabric.TIMEOUT, fabric.DISAGREE, fabric.ABORT, fabric.BAD_ID, fabric.SKIPPED, fabric.TOO_MANY
+    assert faults == (1, 2, 3, 4, 5, 6)
+    assert f"kSignatureBits = {fabric.SIGNATURE_BITS}, kRepeats = 1 << {fabric.REPEATS.bit_length() - 1};" in text
+    assert "kRefused = kCountMask;" in text and layout.REFUSED == layout.COUNT_MASK
 
 
 def test_the_trace_is_read_in_its_shape() -> None:

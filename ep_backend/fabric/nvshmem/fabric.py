@@ -125,7 +125,7 @@ class NvshmemFabric:
             key: self._lane_args(*key)
             for key in itertools.product(range(config.lanes), config.max_tokens, Layout, config.payloads, (False, True))
         }
-        self._refusals = {lane: args for (lane, *_), args in self._args.items()}
+        self._refusals = {lane: args for (lane, *_), args in self._args.items()}  # any of a lane's: they share its words
         self._refused = [0] * config.lanes
         self._plans: dict[tuple[object, ...], _Plan] = {}
 
