@@ -14,7 +14,7 @@ from ep_backend.plan.calibration import calibrations, read_counts, recalibrated
 from ep_backend.plan.memory import memory
 
 WASTE = 4
-CHUNK = 2048
+CHUNK, CHUNK_FLAG = 2048, "chunked-prefill-size"
 HIGHEST_FRACTION = 0.95
 
 
@@ -37,17 +37,22 @@ def check_engine_limits(view: RoleView) -> Iterator[Problem]:
 
 def check_chunk(view: RoleView) -> Iterator[Problem]:
     """SGLang takes -1 for prompts that are never cut, and slots are made for a batch that has an end."""
-    role, flag = view.role, "chunked-prefill-size"
-    given = role.number(flag)
-    if role.engine == "sglang" and view.name != "decode" and given is not None and given < role.data_parallel:
-        what = f"is {given}, which is no limit to what each of {role.data_parallel} ranks may dispatch in a step"
-        rows = role.ep.max_tokens or CHUNK
-        yield problem("EP102", view.flag_place(flag), what, f"set it to {rows * role.data_parallel}, {rows} a rank")
+    if _without_end(view):
+        given, ranks, rows = view.role.number(CHUNK_FLAG), view.role.data_parallel, view.role.ep.max_tokens or CHUNK
+        what = f"is {given}, which is no limit to what each of {ranks} ranks may dispatch in a step"
+        yield problem("EP102", view.flag_place(CHUNK_FLAG), what, f"set it to {rows * ranks}, {rows} a rank")
+
+
+def _without_end(view: RoleView) -> bool:
+    """Nothing bounds the role's prompts, so that no capacity follows from them."""
+    given = view.role.number(CHUNK_FLAG)
+    prefills = view.role.engine == "sglang" and view.name != "decode"
+    return prefills and given is not None and given < view.role.data_parallel
 
 
 def check_capacity(view: RoleView) -> Iterator[Problem]:
     role, capacity = view.role, view.role.ep.max_tokens
-    if capacity is None or any(check_chunk(view)):
+    if capacity is None or _without_end(view):
         return
     place = (*view.place, "ep", "max_tokens")
     batch, each = batch_limit(view.deployment, view.name, role), tokens_a_sequence(role)
@@ -120,7 +125,7 @@ def check_shape(view: RoleView) -> Iterator[Problem]:
     shape, ep = view.shape, view.role.ep
     if shape is None or view.group is None or (shape.experts + ep.redundant_experts) % view.group.ranks:
         return
-    if any(check_chunk(view)):  # then the capacity is not known
+    if _without_end(view):
         return
     if shape.top_k > MAX_TOP_K:
         yield problem(

@@ -92,11 +92,13 @@ def check_reachable(view: RoleView) -> Iterator[Problem]:
         place = (*view.place, "args", key)
         if _flag(key) in OTHER_WAYS and value not in (None, False):
             yield problem("EP315", place, f"lets the engine answer {OTHER_WAYS[_flag(key)]}", "remove it")
-        elif _flag(key) == "api-key" and view.deployment.target.kind == "local":
-            yield problem("EP316", place, "is a key that neither `ask` nor `flip` has", "let what stands before the router ask")
-    if "VLLM_API_KEY" in view.role.env and view.deployment.target.kind == "local":
-        place = (*view.place, "env", "VLLM_API_KEY")
-        yield problem("EP316", place, "is a key that neither `ask` nor `flip` has", "let what stands before the router ask")
+    if view.deployment.target.kind != "local":
+        return
+    keys = [("args", key) for key in view.role.args if _flag(key) == "api-key"]
+    keys += [("env", key) for key in view.role.env if key == "VLLM_API_KEY"]
+    for where in keys:
+        what, fix = "is a key that neither `ask` nor `flip` has", "let what stands before the router ask"
+        yield problem("EP316", (*view.place, *where), what, fix)
 
 
 def check_values(view: RoleView) -> Iterator[Problem]:
@@ -180,7 +182,7 @@ def check_flags(view: RoleView) -> Iterator[Problem]:
             if gone := _value_gone(known, flag, value):
                 yield problem("EP302", place, f"is {in_yaml(value)}, which is gone from {_name(known)}", f"write {gone}")
             continue
-        longer = sorted(name for name in flags if flag and name.startswith(flag))
+        longer = _longer(flag, flags)
         if flag in old:
             yield problem("EP302", place, f"is gone from {_name(known)}", f"write {old[flag]}")
         elif len(longer) > 1:
@@ -286,8 +288,13 @@ def _switch(key: str) -> str:
 
 def _written_out(key: str, flags: Iterable[str]) -> str:
     """The flag that the engine's parser takes it for."""
-    longer = [name for name in flags if name.startswith(_flag(key))]
+    longer = _longer(_flag(key), flags)
     return longer[0] if len(longer) == 1 else _flag(key)
+
+
+def _longer(flag: str, flags: Iterable[str]) -> list[str]:
+    """The flags that it may be short for, itself among them."""
+    return sorted(name for name in flags if flag and name.startswith(flag))
 
 
 def _some(names: list[str]) -> str:
