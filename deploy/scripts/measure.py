@@ -37,6 +37,7 @@ import httpx
 import typer
 from ruamel.yaml import YAML
 
+from ep_backend.bench import origin
 from ep_backend.bench.traces import all_to_all, between, first_trace, steps
 from ep_backend.checkpoint import write_checkpoint, write_shape
 from ep_backend.console import make_console
@@ -599,27 +600,17 @@ def _profiles(entry: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def _facts(file: Path, document: dict[str, Any]) -> dict[str, Any]:
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    gpus = _said(query).split("\n")
     shown = json.loads(json.dumps(document))
     shown["model"]["path"] = Path(shown["model"]["path"]).name  # of no use on another machine
     return {
-        **{"file": str(file), "began": datetime.now(UTC).isoformat(timespec="seconds"), "gpus": [g for g in gpus if g]},
-        **{"commit": os.environ.get("COMMIT") or _commit(), "deployment": shown},
+        **{
+            "file": str(file),
+            "began": datetime.now(UTC).isoformat(timespec="seconds"),
+            "gpus": origin.gpus("name", "driver_version"),
+        },
+        **{"commit": os.environ.get("COMMIT") or origin.commit(), "deployment": shown},
         **{"versions": {name: _version(name) for name in ("vllm", "sglang", "torch", "triton", "transformers")}, "modes": {}},
     }
-
-
-def _commit() -> str | None:
-    return _said(["git", "describe", "--always", "--dirty", "--abbrev=12"]).strip() or None
-
-
-def _said(command: list[str]) -> str:
-    """What a program prints; nothing where it is not there, or does not end."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
 
 
 def _version(name: str) -> str | None:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ep_backend.bench import results
+from ep_backend.bench import origin, results
 from ep_backend.bench.suites import SUITES, Case
 from ep_backend.deployment.processes import signals_noted
 
@@ -74,7 +74,7 @@ def bench(
         _end_cut_line(output)
     given = sys.argv[1:]
     facts = {
-        "commit": commit or _commit(),
+        "commit": commit or origin.commit(),
         "command": shlex.join(["ep-backend", "bench", *(given[1:] if given[:1] == ["bench"] else given)]),
     }
     options = {"fabric": fabric, "rounds": rounds, "profile": profile, "facts": facts}
@@ -272,14 +272,6 @@ def _end_cut_line(file: Path) -> None:
 
 def _unwritable(option: str, file: Path, error: OSError, status: int = 2) -> typer.Exit:
     return _refused(f"{option} {file}: it cannot be written ({error.strerror}); choose another file", status)
-
-
-def _commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def _gpus() -> int:

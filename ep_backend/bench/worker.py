@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import json
@@ -10,7 +9,6 @@ import os
 import platform
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ep_backend.bench.cases import dequantized, draw, expected, predicted
+from ep_backend.bench.origin import gpus
 from ep_backend.bench.suites import Case
 from ep_backend.buffer import EpBuffer
 from ep_backend.modes import Layout, Mode
@@ -405,9 +404,7 @@ def about(me: Rank) -> dict[str, Any]:
         return {**facts, "device": f"cpu ({platform.machine()})"}
     from ep_backend.fabric.nvshmem.world import joined
 
-    query, driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], []
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        driver = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30).stdout.split()
+    driver = gpus("driver_version")
     return {
         **facts,
         **{"device": torch.cuda.get_device_name(me.device), "driver": driver[0] if driver else None},

@@ -15,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ep_backend.bench import cli, reading, results, worker
+from ep_backend.bench import cli, origin, reading, results, worker
 from ep_backend.bench.suites import SUITES, TINY, Case
 from ep_backend.bench.targets import LIMITS, RATIOS
 from tests.core.pool import World
@@ -420,3 +420,22 @@ def test_starts_are_merged_and_judged(tmp_path: Path) -> None:
 def test_targets_name_cases_that_exist() -> None:
     names = {c.name for c in SUITES["all"]}
     assert {*RATIOS, *(base for _, base in RATIOS.values()), *(n for by in LIMITS.values() for n in by)} <= names
+
+
+@pytest.mark.parametrize(
+    ("program", "gpus"),
+    [
+        ("echo one, 580.1; echo two, 580.1", ["one, 580.1", "two, 580.1"]),
+        ("echo none found; exit 6", []),
+        (None, []),
+    ],
+)
+def test_where_a_result_was_taken(
+    program: str | None, gpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nvidia-smi prints where it fails is no GPU."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    if program is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{program}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    assert origin.gpus("name", "driver_version") == gpus
