@@ -69,6 +69,8 @@ LEAN_PROFILE = {
 }
 QUALIFIED = 0.9  # least share of positions whose reference is sure of its token
 MARGIN = 4.0  # sure: the two best are further apart than so many times the noise; so much may log-probabilities differ
+TAKES_TURNS = Path(__file__).resolve().parents[2] / "kernels/scripts/one_gpu"
+ROOM = {"vllm": {"kv-cache-memory-bytes": 4 << 30}, "sglang": {"max-total-tokens": 65_536}}  # of a rank with one_gpu
 SHORT, LONG = 32, 160  # tokens of an answer; the difference of both is steps alone
 PROMPT, LONG_PROMPT = 16, 480  # tokens of a prompt
 SPLIT = 0.4  # least share of rounds in two micro-batches: while requests come and go, a rank may have too few for two
@@ -120,6 +122,7 @@ def equality(
         bool, typer.Option(help="flips by SGLang's own /set_internal_state, not by the control service")
     ] = False,
     arguments: Set = None,
+    one_gpu: Annotated[bool, typer.Option(help="all ranks on the first GPU, which they use by turns")] = False,
     seconds: Seconds = 540,
 ) -> None:
     """Fails if a token differs where the reference is sure of it, or a log-probability by more than its noise explains."""
@@ -132,9 +135,11 @@ def equality(
     wanted = _modes(modes, document)
     if engine_route and _role(document)["engine"] != "sglang":
         raise typer.BadParameter(f"--engine-route: {_role(document)['engine']} has no route for flips; leave it out")
+    if one_gpu:
+        _share(document)
     if profile:
         _prepare_profiles(document, folder)
-    result = _facts(file, document)
+    result = _facts(file, document) | {"one_gpu": one_gpu}
     prompts = make_prompts()
     # 16 a rank where batches are split: one with half of another's tokens would leave its second half empty.
     copies = _role(document)["data_parallel"] if _overlaps(document) else 1
@@ -545,6 +550,13 @@ def _document(file: Path, model: Path, arguments: list[str] | None) -> dict[str,
             raise typer.BadParameter(f"--set {argument}: give NAME=VALUE")
         args[name] = YAML(typ="safe").load(value)
     return document
+
+
+def _share(document: dict[str, Any]) -> None:
+    role = _role(document)
+    path = os.pathsep.join(filter(None, [str(TAKES_TURNS), os.environ.get("PYTHONPATH")]))
+    role["env"] |= {"PYTHONPATH": path, "NCCL_SOCKET_IFNAME": "lo"}  # ranks are hosts to NCCL
+    role["args"] |= ROOM[role["engine"]]
 
 
 def _prepare_profiles(document: dict[str, Any], folder: Path) -> None:
