@@ -69,8 +69,20 @@ LEAN_PROFILE = {
 }
 QUALIFIED = 0.9  # least share of positions whose reference is sure of its token
 MARGIN = 4.0  # sure: the two best are further apart than so many times the noise; so much may log-probabilities differ
-TAKES_TURNS = Path(__file__).resolve().parents[2] / "kernels/scripts/one_gpu"
-ROOM = {"vllm": {"kv-cache-memory-bytes": 4 << 30}, "sglang": {"max-total-tokens": 65_536}}  # of a rank with one_gpu
+ONE_GPU = Path(__file__).resolve().parents[2] / "kernels/scripts/one_gpu"
+# With --one-gpu: room for every rank's cache, few sizes of graphs, and ranks that are hosts of their own to NCCL.
+ONE_GPU_ARGS = {
+    "vllm": {"kv-cache-memory-bytes": 4 << 30, "max-cudagraph-capture-size": 32},
+    "sglang": {"max-total-tokens": 65_536, "cuda-graph-max-bs": 32, "disable-custom-all-reduce": True},
+}
+ONE_GPU_ENV = {
+    "vllm": {"NCCL_SOCKET_IFNAME": "lo"},
+    "sglang": {
+        "NCCL_SOCKET_IFNAME": "lo",
+        "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": "true",
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
+    },
+}
 SHORT, LONG = 32, 160  # tokens of an answer; the difference of both is steps alone
 PROMPT, LONG_PROMPT = 16, 480  # tokens of a prompt
 SPLIT = 0.4  # least share of rounds in two micro-batches: while requests come and go, a rank may have too few for two
@@ -136,7 +148,7 @@ def equality(
     if engine_route and _role(document)["engine"] != "sglang":
         raise typer.BadParameter(f"--engine-route: {_role(document)['engine']} has no route for flips; leave it out")
     if one_gpu:
-        _share(document)
+        _share_one_gpu(document)
     if profile:
         _prepare_profiles(document, folder)
     result = _facts(file, document) | {"one_gpu": one_gpu}
@@ -552,11 +564,11 @@ def _document(file: Path, model: Path, arguments: list[str] | None) -> dict[str,
     return document
 
 
-def _share(document: dict[str, Any]) -> None:
+def _share_one_gpu(document: dict[str, Any]) -> None:
     role = _role(document)
-    path = os.pathsep.join(filter(None, [str(TAKES_TURNS), os.environ.get("PYTHONPATH")]))
-    role["env"] |= {"PYTHONPATH": path, "NCCL_SOCKET_IFNAME": "lo"}  # ranks are hosts to NCCL
-    role["args"] |= ROOM[role["engine"]]
+    path = os.pathsep.join(filter(None, [str(ONE_GPU), os.environ.get("PYTHONPATH")]))
+    role["env"] |= ONE_GPU_ENV[role["engine"]] | {"PYTHONPATH": path}
+    role["args"] |= ONE_GPU_ARGS[role["engine"]]
 
 
 def _prepare_profiles(document: dict[str, Any], folder: Path) -> None:

@@ -1,5 +1,6 @@
 #!/bin/bash
-# What is measured of both engines on a host of two H200, a call after the other:
+# What is measured of both engines on a host of two H200, a call after the other; of a host with one H200, whose ranks take
+# turns, what is right or wrong alone:
 #   measure_all.sh [NAME…]    the runs of these names or engines, else all; none: unpack only
 # A call takes those of the list, in order, that are not done and still fit into CALL_S seconds (570): call it again until
 # all are done. Results and ends of logs are in RESULTS (/tmp/measure; without its NAME.json a run is done again), and after
@@ -32,6 +33,17 @@ vllm-dbo-wide        170 timing deploy/h200x2-vllm-dbo.yaml --sequences 64 --win
 vllm-dbo-prefill-wide 190 timing deploy/h200x2-vllm-dbo-prefill.yaml --modes direct,normal --sequences 64 --windows 1 --prompts
 sglang-tbo-wide      320 timing deploy/h200x2-sglang-tbo.yaml --sequences 64 --windows 1 --prompts
 "
+
+if [ "$(nvidia-smi -L | wc -l)" = 1 ]; then
+  runs="
+vllm-dbo-prefill     150 equality deploy/h200x2-vllm-dbo-prefill.yaml --modes direct,normal --profile --one-gpu
+vllm-2x2-decode      170 equality deploy/h200x4-vllm-decode.yaml --modes low_latency,hybrid --one-gpu
+vllm-2x2-prefill     170 equality deploy/h200x4-vllm-prefill.yaml --modes normal,hybrid,direct --one-gpu
+sglang-route         150 equality deploy/h200x2-sglang.yaml --modes direct,normal --engine-route --one-gpu
+sglang-2x2           200 equality deploy/h200x4-sglang.yaml --modes auto,normal --one-gpu
+vllm-2x2-dbo         170 equality deploy/h200x4-vllm-dbo.yaml --modes low_latency,hybrid --one-gpu
+"
+fi
 
 left() { echo $((${CALL_S:-570} - SECONDS)); }
 
