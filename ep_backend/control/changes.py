@@ -8,7 +8,7 @@ from ep_backend.deployment.schema import Deployment, ModeName, RoleName
 from ep_backend.deployment.spelling import visible
 
 
-def changes(old: Deployment, new: Deployment) -> list[Change]:
+def changes(old: Deployment, new: Deployment, started: classes.Started) -> list[Change]:
     """Every value that differs and that something running depends on, with the least that applies it."""
     return [
         Change(
@@ -18,7 +18,7 @@ def changes(old: Deployment, new: Deployment) -> list[Change]:
             new=_shown(change.new),
             action=_action(change),
         )
-        for change in classes.changes(old, new)
+        for change in classes.changes(old, new, started)
         if change.role is not None or change.kind == "redeploy"
     ]
 
@@ -31,11 +31,6 @@ def with_mode(deployment: Deployment, role: RoleName, mode: ModeName) -> Deploym
     document = deployment.model_dump()
     document["roles"][role]["ep"]["mode"] = mode
     return Deployment.model_validate(document)
-
-
-def reachable(deployment: Deployment, role: RoleName) -> list[str]:
-    """The modes that a flip of the role can reach: its family's, and auto where that means the same family."""
-    return classes.reachable(deployment, role)
 
 
 def _action(change: classes.Change) -> Action:

@@ -12,12 +12,13 @@ from typing import get_args
 
 import httpx
 
-from ep_backend.control.changes import changes, mode_of, reachable, with_mode
+from ep_backend.control.changes import changes, mode_of, with_mode
 from ep_backend.control.drain import Limits, drain
 from ep_backend.control.models import Applied, Change, DeploymentStatus, FlipResult, Pending, RoleStatus
 from ep_backend.control.ranks import RankFailed, Ranks, silence
 from ep_backend.control.vllm_admin import VllmAdmin
 from ep_backend.deployment.agents import TIMEOUT_S
+from ep_backend.deployment.changes import reachable
 from ep_backend.deployment.checks import check_restartable
 from ep_backend.deployment.load import Loaded, load
 from ep_backend.deployment.problems import DeploymentError
@@ -66,6 +67,7 @@ class Controller:
     def __init__(self, loaded: Loaded, state: Callable[[], RunState], restart: Restart) -> None:
         self._file = loaded.file
         self.running = loaded.deployment
+        self._started = {role: mode_of(self.running, role) for role in self._role_names()}
         self._state = state
         self._restart = restart
         self._change = asyncio.Lock()
@@ -97,7 +99,7 @@ class Controller:
         name = next((known for known in self._role_names() if known == role), None)
         if name is None:
             raise NotAllowed(f"{self.running.name} has no role {role!r}", list(self._role_names()))
-        allowed = reachable(self.running, name)
+        allowed = self._reachable(name)
         wish = next((known for known in get_args(ModeName) if known == mode and known in allowed), None)
         if wish is None:
             if mode not in get_args(ModeName):
@@ -118,7 +120,7 @@ class Controller:
         if wanted.name != self.running.name:
             raise DeploymentError([f"name: is {wanted.name}, but this is {self.running.name}; a file keeps its name"])
         async with self._only_change():
-            found = changes(self.running, wanted)
+            found = changes(self.running, wanted, self._started)
             result = Applied(changes=found, dry_run=dry_run)
             restarts = {c.role for c in found if c.action == "restart"}
             if restarts and (problems := await asyncio.to_thread(check_restartable, wanted)):
@@ -134,8 +136,10 @@ class Controller:
                 result.flips.append(await self._flip(role, mode, dry_run=False))
             for role in self._role_names():
                 if role in restarts:
+                    self._started[role] = mode_of(self.running, role)  # if it comes up as it was
                     await self._restart(role, wanted, self.running)
                     self.running = _with_role(self.running, wanted, role)
+                    self._started[role] = mode_of(wanted, role)
                     result.restarted.append(role)
             self.running = wanted
         return result
@@ -251,7 +255,7 @@ class Controller:
             engine=engine,
             mode_desired=desired,
             mode_executed=executed.pop() if len(executed) == 1 else None,
-            allowed=reachable(self.running, role),
+            allowed=self._reachable(role),
             pending=self._pending.get(role),
             drift=[f"rank {rank}: {drift}" for rank, s in enumerate(statuses) if (drift := _drift(s, desired, both))],
             ranks=statuses,
@@ -259,7 +263,7 @@ class Controller:
 
     def _file_drift(self) -> tuple[list[Change], str | None]:
         try:
-            return changes(self.running, load(self._file).deployment), None
+            return changes(self.running, load(self._file).deployment, self._started), None
         except Exception as error:  # whatever the file has become, the ranks go on and can be asked
             return [], str(error) if isinstance(error, DeploymentError) else f"{type(error).__name__}: {error}"
 
@@ -275,6 +279,9 @@ class Controller:
 
     def _desired(self, role: RoleName) -> ModeName:
         return mode_of(self.running, role)
+
+    def _reachable(self, role: RoleName) -> list[str]:
+        return reachable(self.running, role, self._started[role])
 
     def _role_names(self) -> list[RoleName]:
         return [role for role, _ in self.running.roles.items()]

@@ -2,17 +2,20 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, Literal
 
 from ep_backend.deployment.batches import eager
 from ep_backend.deployment.resolve import group_of
-from ep_backend.deployment.schema import Deployment, Role, RoleName, modes_of
+from ep_backend.deployment.schema import Deployment, ModeName, Role, RoleName, modes_of, serves_both_families
 
 Kind = Literal["hot", "drain", "restart", "redeploy"]
 SECRET = re.compile(r"(^|[_-])(key|token|secret|password)$", re.IGNORECASE)
 HIDDEN = "***"
+Started = Mapping[RoleName, ModeName]
+"""The mode that each role was started with. Its buffer and experts are of that mode's family, whatever it was flipped to."""
 DECODE = {mode.value for mode in modes_of("decode", "auto")}
 
 
@@ -65,28 +68,32 @@ CLASSES: tuple[tuple[str, Kind, str], ...] = (
 )
 
 
-def changes(old: Deployment, new: Deployment) -> list[Change]:
-    """Every value that differs, with the least that applies it. Keys and the like differ, but are not shown."""
+def changes(old: Deployment, new: Deployment, started: Started | None = None) -> list[Change]:
+    """Every value that differs, with the least that applies it. Keys and the like differ, but are not shown.
+
+    `started`: where roles of the old one run and were flipped since; else they are as it says.
+    """
     differing = _differences(old.model_dump(mode="json"), new.model_dump(mode="json"))
-    return [_change(old, new, place, was, becomes) for place, was, becomes in differing]
+    modes: Started = {**{name: role.ep.mode for name, role in old.roles.items()}, **(started or {})}
+    return [_change(old, new, place, was, becomes, modes) for place, was, becomes in differing]
 
 
-def reachable(deployment: Deployment, name: RoleName) -> list[str]:
+def reachable(deployment: Deployment, name: RoleName, started: ModeName) -> list[str]:
     """The modes that a role reaches without a restart: those of its buffer, and auto where that means the same ones."""
     role = dict(deployment.roles.items())[name]
     several = group_of(deployment, role).nodes > 1
-    modes = modes_of(name, role.ep.mode, several, role.engine)
+    modes = modes_of(name, started, several, role.engine)
     auto = modes_of(name, "auto", several, role.engine)
     return [*(mode.value for mode in modes), *(["auto"] if auto == modes else [])]
 
 
-def _change(old: Deployment, new: Deployment, place: tuple[str, ...], was: Any, becomes: Any) -> Change:
+def _change(old: Deployment, new: Deployment, place: tuple[str, ...], was: Any, becomes: Any, started: Started) -> Change:
     before, after = dict(old.roles.items()), dict(new.roles.items())
     if SECRET.search(place[-1]):
         was, becomes = (value and HIDDEN for value in (was, becomes))
     name = next((name for name in before if place[:2] == ("roles", name) and name in after), None)
     if name is not None and place[2:] == ("ep", "mode"):
-        kind, why = _mode_change(old, name, before[name], becomes)
+        kind, why = _mode_change(old, name, before[name], becomes, started[name])
     else:
         path = ".".join(place)
         kind, why = next((kind, why) for pattern, kind, why in CLASSES if fnmatch(path, pattern))
@@ -95,19 +102,20 @@ def _change(old: Deployment, new: Deployment, place: tuple[str, ...], was: Any, 
     return Change(place, name, was, becomes, kind, why)
 
 
-def _mode_change(deployment: Deployment, name: RoleName, role: Role, mode: str) -> tuple[Kind, str]:
-    if mode not in reachable(deployment, name):
+def _mode_change(deployment: Deployment, name: RoleName, role: Role, mode: str, started: ModeName) -> tuple[Kind, str]:
+    if mode not in reachable(deployment, name, started):
         return "restart", "the buffer was not made for it, or it gives the experts another layout"
-    if captures(deployment, name, role, mode):
+    touched = {role.ep.mode, mode} if serves_both_families(name, role.engine) else {started}
+    if captures(deployment, name, role, touched):
         if role.engine != "vllm":
             return "restart", f"captured graphs replay their mode, and {role.engine} cannot capture anew while it runs"
         return "drain", "captured graphs replay their mode: pause, drop them, capture again, resume"
     return "hot", "the buffer serves both, and all ranks change at the same dispatch"
 
 
-def captures(deployment: Deployment, name: RoleName, role: Role, mode: str) -> bool:
-    """Do graphs hold the mode to leave or the new one? Both engines run prefill's all-to-all outside graphs."""
-    decodes = name == "decode" or (name == "unified" and not DECODE.isdisjoint((role.ep.mode, mode)))
+def captures(deployment: Deployment, name: RoleName, role: Role, modes: AbstractSet[str]) -> bool:
+    """Do graphs hold one of these modes? Both engines run prefill's all-to-all outside graphs."""
+    decodes = name == "decode" or (name == "unified" and not DECODE.isdisjoint(modes))
     return decodes and deployment.topology.device == "cuda" and not eager(role)
 
 

@@ -128,7 +128,7 @@ def _vllm_commands(deployment: Deployment, name: RoleName, role: Role, site: _Si
             env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = side_port
             if "VLLM_HOST_IP" in env:
                 env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = env["VLLM_HOST_IP"]
-    if captures(deployment, name, role, role.ep.mode) and is_loopback(site.host):
+    if captures(deployment, name, role, {role.ep.mode}) and is_loopback(site.host):
         # The admin routes by which a flip drains the role; they know no key, so never where others reach the address.
         for env in site.envs:
             env.setdefault("VLLM_SERVER_DEV_MODE", "1")

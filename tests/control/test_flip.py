@@ -18,6 +18,16 @@ from tests.control.conftest import FILE, Service
 from tests.control.instance import Instance, Step, instance
 
 StartService = Callable[..., Service]
+UNIFIED = """\
+name: test
+topology: {device: cpu}
+model: {path: model}
+roles:
+  unified:
+    data_parallel: 2
+    ep: {mode: normal, max_tokens: 2048, gpus_per_node: 1}
+control: {key: correct horse, flip_timeout_s: 40}
+"""
 IMPATIENT = FILE.replace("flip_timeout_s: 40", "flip_timeout_s: 4")
 PAIRS = {"prefill": ("direct", "normal"), "decode": ("low_latency", "hybrid")}
 
@@ -78,6 +88,27 @@ def test_a_rank_that_cannot_prepare_keeps_all_in_the_old_mode(ranks: Any, servic
         assert [rank["flip"]["token"] for rank in now["ranks"]] == [0, 0]
         time.sleep(0.2)
     assert changes(assert_same_steps(ran)) == []
+
+
+def test_a_unified_role_keeps_the_modes_that_it_was_started_for(ranks: Any, service: StartService, tmp_path: Path) -> None:
+    """hybrid is of both families where there are several nodes; the file with it would start the other one."""
+    modes = ["normal", "direct", "hybrid", "auto"]
+    with instance(ranks(2), "prefill", "normal", tmp_path / "stop", busy=True) as ran:
+        control = service(UNIFIED, unified=ran)
+        for mode in ("hybrid", "direct", "hybrid", "normal"):
+            assert control.role("unified")["allowed"] == modes
+            answer = control.apply(UNIFIED.replace("mode: normal", f"mode: {mode}"))
+            assert answer.status_code == 200, answer.text
+            assert [flip["outcome"] for flip in answer.json()["flips"]] == ["applied"]
+            assert control.role("unified")["mode_executed"] == mode
+        assert control.flip("unified", "hybrid").status_code == 200
+        assert control.flip("unified", "low_latency").status_code == 422
+        # Started anew as hybrid, it is of the other family.
+        more = UNIFIED.replace("mode: normal, max_tokens: 2048", "mode: hybrid, max_tokens: 4096")
+        anew = control.apply(more, restart="true")
+        assert anew.status_code == 200 and anew.json()["restarted"] == ["unified"], anew.text
+        assert control.role("unified")["allowed"] == ["low_latency", "hybrid"]
+    assert [mode for _, mode in changes(assert_same_steps(ran))] == ["hybrid", "direct", "hybrid", "normal", "hybrid"]
 
 
 def test_a_stopped_rank_fails_the_flip_in_time_and_changes_nothing(ranks: Any, service: StartService, tmp_path: Path) -> None:

@@ -92,8 +92,20 @@ def test_a_role_more_starts_all_anew() -> None:
 
 
 def test_what_a_role_reaches_without_a_restart() -> None:
-    assert reachable(EP128, "decode") == ["low_latency", "hybrid", "auto"]
-    assert reachable(EP128, "prefill") == ["normal", "direct", "hybrid", "auto"]
+    assert reachable(EP128, "decode", "hybrid") == ["low_latency", "hybrid", "auto"]
+    assert reachable(EP128, "prefill", "direct") == ["normal", "direct", "hybrid", "auto"]
+
+
+def test_a_role_that_was_flipped_goes_back_to_where_it_started() -> None:
+    """hybrid is of both families where there are several nodes."""
+    two_by_two = read(DEPLOY / "h200x4-vllm-prefill.yaml")[0].deployment
+    flipped = changed("roles", "unified", "ep", "mode", "hybrid", base=two_by_two)
+    (back,) = changes(flipped, two_by_two, {"unified": "normal"})
+    assert back.kind == "hot"
+    (over,) = changes(flipped, changed("roles", "unified", "ep", "mode", "low_latency", base=two_by_two), {"unified": "normal"})
+    assert over.kind == "restart"
+    (anew,) = changes(flipped, two_by_two)
+    assert anew.kind == "restart"
 
 
 def leaves(model: dict[str, Any], place: str = "") -> Iterator[str]:
@@ -113,6 +125,6 @@ def test_every_key_of_the_schema_has_a_class() -> None:
 def test_flip_acts_on_the_same_classes() -> None:
     for base, change, kind in CASES.values():
         actions = {"hot": "flip", "drain": "flip", "restart": "restart", "redeploy": "redeploy"}
-        found = [c.action for c in flip_changes(base, changed(*change, base=base))]
+        found = [c.action for c in flip_changes(base, changed(*change, base=base), {})]
         assert found == ([actions[kind]] if change[0] == "roles" or kind != "hot" else []), change
-    assert flip_changes(EP128, changed("topology", "calibration", "link-rate")) == []
+    assert flip_changes(EP128, changed("topology", "calibration", "link-rate"), {}) == []
