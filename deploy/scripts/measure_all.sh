@@ -34,14 +34,14 @@ vllm-dbo-prefill-wide 190 timing deploy/h200x2-vllm-dbo-prefill.yaml --modes dir
 sglang-tbo-wide      320 timing deploy/h200x2-sglang-tbo.yaml --sequences 64 --windows 1 --prompts
 "
 
-if [ "$(nvidia-smi -L | wc -l)" = 1 ]; then
+if [ "$(nvidia-smi -L 2>/dev/null | wc -l)" = 1 ]; then
   runs="
-vllm-dbo-prefill     150 equality deploy/h200x2-vllm-dbo-prefill.yaml --modes direct,normal --profile --one-gpu
-vllm-2x2-decode      170 equality deploy/h200x4-vllm-decode.yaml --modes low_latency,hybrid --one-gpu
-vllm-2x2-prefill     170 equality deploy/h200x4-vllm-prefill.yaml --modes normal,hybrid,direct --one-gpu
-sglang-route         150 equality deploy/h200x2-sglang.yaml --modes direct,normal --engine-route --one-gpu
-sglang-2x2           200 equality deploy/h200x4-sglang.yaml --modes auto,normal --one-gpu
-vllm-2x2-dbo         170 equality deploy/h200x4-vllm-dbo.yaml --modes low_latency,hybrid --one-gpu
+vllm-2x2-prefill     140 equality deploy/h200x4-vllm-prefill.yaml --modes normal,hybrid,direct --one-gpu
+vllm-2x2-decode      110 equality deploy/h200x4-vllm-decode.yaml --modes low_latency,hybrid --one-gpu
+vllm-2x2-dbo         140 equality deploy/h200x4-vllm-dbo.yaml --modes low_latency,hybrid --one-gpu
+vllm-dbo-prefill     160 equality deploy/h200x2-vllm-dbo-prefill.yaml --modes direct,normal --profile --one-gpu
+sglang-2x2-tbo       170 equality deploy/h200x4-sglang.yaml --modes auto,normal --one-gpu
+sglang-route         160 equality deploy/h200x2-sglang.yaml --modes direct,normal --engine-route --one-gpu
 "
 fi
 

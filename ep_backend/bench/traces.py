@@ -49,19 +49,19 @@ def all_to_all(kernels: list[dict[str, Any]], layers: int | None = None) -> dict
 
     ``us_a_layer`` is all its kernels' time by the number of dispatches: ``layers``, or as many as begin one (collectives: of
     the rarest kind of kernel that there is a hundredth of). ``overlapped``: the share of its time in which another kernel
-    ran, too.
+    ran, too; ``covered``: the share of the other kernels' time in which it ran.
     """
     by_name: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
         by_name[kernel["name"]].append(kernel["dur"])
     names = _names(kernels)
-    ours = {name for name in names if OURS.match(name)}
     layers = layers or sum(len(us) for name, us in by_name.items() if BEGINS.match(name))
-    if names and not ours:
+    if names and not any(map(OURS.match, names)):
         counts = [len(by_name[name]) for name in names]
         layers = min(count for count in counts if count * 100 >= max(counts))
     combine = sum(sum(by_name[name]) for name in names if COMBINES.search(name))
     total = sum(sum(by_name[name]) for name in names)
+    ours, others = [k for k in kernels if k["name"] in names], [k for k in kernels if k["name"] not in names]
 
     def a_layer(us: float) -> float | None:
         return round(us / layers, 2) if layers else None
@@ -72,7 +72,8 @@ def all_to_all(kernels: list[dict[str, Any]], layers: int | None = None) -> dict
         "us_a_layer": a_layer(total),
         "dispatch_us_a_layer": a_layer(total - combine),
         "combine_us_a_layer": a_layer(combine),
-        "overlapped": _overlapped(kernels, names),
+        "overlapped": _share(ours, others),
+        "covered": _share(others, ours),
         "kernels": [{"name": n[:100], "calls": len(us), "median_us": statistics.median(us), "us": sum(us)} for n, us in top],
     }
 
@@ -131,17 +132,17 @@ def _names(kernels: list[dict[str, Any]]) -> set[str]:
     return {name for name in names if OURS.match(name)} or {name for name in names if COLLECTIVE.search(name)}
 
 
-def _overlapped(kernels: list[dict[str, Any]], names: set[str]) -> float | None:
-    others = sorted((k["ts"], k["ts"] + k["dur"]) for k in kernels if k["name"] not in names)
+def _share(kernels: list[dict[str, Any]], others: list[dict[str, Any]]) -> float | None:
+    """Of the kernels' time, how much at least one of the others ran in."""
     merged: list[list[float]] = []
-    for begin, end in others:
+    for begin, end in sorted((k["ts"], k["ts"] + k["dur"]) for k in others):
         if merged and begin <= merged[-1][1]:
             merged[-1][1] = max(merged[-1][1], end)
         else:
             merged.append([begin, end])
     total = both = 0.0
     at = 0
-    for begin, end in sorted((k["ts"], k["ts"] + k["dur"]) for k in kernels if k["name"] in names):
+    for begin, end in sorted((k["ts"], k["ts"] + k["dur"]) for k in kernels):
         total += end - begin
         while at < len(merged) and merged[at][1] <= begin:
             at += 1
