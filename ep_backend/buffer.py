@@ -414,7 +414,8 @@ class EpBuffer:
                 raise RuntimeError("this combine hook has already run")
             self._run(state, self._fabric.finish_combine, call, total)
             if total is not result:
-                result.copy_(total)
+                with torch.inference_mode():  # in which the result may have been made
+                    result.copy_(total)
             state.call = state.pending = None
 
         if async_finish:
