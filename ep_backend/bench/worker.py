@@ -99,7 +99,7 @@ class Workload:
 
     def blocks(self, op: str) -> dict[str, list[int]]:
         """Of every launch of the last call's operation, by kernel; the nvshmem fabric's."""
-        call = self.got.handle.call
+        call = self.got._call
         found: dict[str, list[int]] = {}
         for part in ("count", op) if call.mode is Mode.NORMAL and op == "dispatch" else (op,):
             for one in call.state.plan.launches(part, call, send=True, receive=True):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -208,6 +210,24 @@ def repeated_without_tokens(world: World) -> None:
 
 def test_a_repeated_dispatch_waits_for_ranks_without_tokens(ranks: Any) -> None:
     ranks(3).run(repeated_without_tokens)
+
+
+def repeated_from_the_last(world: World, mode: str) -> int:
+    """Earlier calls whose rows are still there when each call repeats the routing of the one before it."""
+    buffer = world.buffer()
+    case = oracle.make_case(1, [5, 3])
+    last, made = None, []
+    for _ in range(5):
+        last = Round(world, buffer, case, mode, handle=last).run().got
+        made.append(weakref.ref(last.rows))
+        last = last.handle
+    gc.collect()
+    return sum(t() is not None for t in made)
+
+
+@pytest.mark.parametrize("mode", ["normal", *HOOKED])
+def test_a_handle_keeps_its_routing_alone(ranks: Any, fabric: str, mode: str) -> None:
+    assert ranks(2, fabric).run(repeated_from_the_last, mode) == [0, 0]
 
 
 def answered_in_place(world: World, mode: str, hook: bool) -> None:

@@ -257,8 +257,7 @@ def _astray(lane: int, epoch: int, rank: int) -> str:
 
 def _signature(call: Call) -> int:
     """What ranks must agree on, in the low bits of an intent word."""
-    known = rings.knows_counts(call)
-    return known << 10 | call.mode.code << 8 | list(Layout).index(call.layout) << 4 | call.payload
+    return call.repeats << 10 | call.mode.code << 8 | list(Layout).index(call.layout) << 4 | call.payload
 
 
 def _describe(signature: int) -> str:
