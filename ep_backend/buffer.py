@@ -534,7 +534,7 @@ class EpBuffer:
             raise
         except BaseException as e:
             self._fabric.stats.timeouts += isinstance(e, EpTimeout)
-            said = str(e)
+            said = str(e) or type(e).__name__  # as an interrupt, which says nothing
             self._error = self._error or (said if said.startswith("rank ") else f"rank {self.rank}: {said}")
             self._fabric.abort(self._error)
             raise
