@@ -42,8 +42,8 @@ def documented() -> list[str]:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     program = r"(?:ep-backend|\./ep) (?!test)"
     places = re.compile(rf"`{program}(\w+ [^`]+)`|^ *{program}(\w+ [^`#\n]+)", re.MULTILINE)
-    found = {" ".join(filter(None, call)) for page in pages for call in places.findall(page.read_text())}
-    return sorted(" ".join(call.split()) for call in found)
+    found = [call for page in pages for call in places.findall(page.read_text())]
+    return sorted({" ".join("".join(call).split()) for call in found})
 
 
 @pytest.mark.parametrize("call", documented())

@@ -413,7 +413,8 @@ def about(me: Rank) -> dict[str, Any]:
 
 
 def main(options: dict[str, Any]) -> int:
-    """Measures ``cases`` in order until ``deadline`` (seconds since the epoch); ``results`` gets an empty line, then theirs."""
+    """Measures ``cases`` in order until ``deadline`` (of time.monotonic, alike in all processes of a host); ``results`` gets an
+    empty line, then theirs."""
     _end_with_the_launcher()
     fabric, device = options["fabric"], torch.device("cpu")
     if fabric == "nvshmem":
@@ -431,7 +432,7 @@ def main(options: dict[str, Any]) -> int:
             results.write("\n")
             results.flush()
         for case in cases:
-            if me.gather(time.time() > options["deadline"])[0]:
+            if me.gather(time.monotonic() > options["deadline"])[0]:
                 break
             broken = False
             try:
