@@ -13,7 +13,7 @@ import torch
 from ep_backend import layout as memory
 from ep_backend.config import TIMEOUT_S, BufferConfig, timeout_seconds, whole
 from ep_backend.errors import EpError, EpFailed, EpRefused, EpTimeout
-from ep_backend.fabric.base import Call, Fabric, Received
+from ep_backend.fabric.base import Call, Fabric, Received, Routing
 from ep_backend.layout import Payload
 from ep_backend.modes import Layout, Mode, parse_mode
 
@@ -32,7 +32,8 @@ class Handle:
     """What combine needs to answer a dispatch. Opaque. Its combine ends it; a later dispatch may still repeat its routing, for
     which it keeps the caller's topk_ids and topk_weights."""
 
-    call: Call
+    call: Call | None  # until its combine
+    routing: Routing
     owner: EpBuffer
 
 
@@ -319,7 +320,7 @@ class EpBuffer:
             call.received = self._run(state, self._fabric.finish_dispatch, call)
             state.pending = "combine"
 
-        result = Handle(call, self)
+        result = Handle(call, call.routing, self)
         if async_finish:
             with self._fabric.aside(lane):
                 self._fabric.uses(call.x, call.scales, call.ids, call.weights)
@@ -383,11 +384,10 @@ class EpBuffer:
             if not isinstance(t, torch.Tensor) and (t is not None or name == "y"):
                 raise TypeError(f"{name} is a {type(t).__name__}; give a torch.Tensor")
         call = handle.call
-        state = self._lanes[call.lane]
-        if handle.owner is not self or state.call is not call or state.pending != "combine":
+        state = self._lanes[call.lane] if call is not None and handle.owner is self else _LaneState()
+        if call is None or state.call is not call or state.pending != "combine":
             raise RuntimeError(
-                f"combine needs the handle of the finished dispatch of its lane, once (lane {call.lane} has "
-                f"{state.pending or 'nothing'} pending; pending: {self._pending()})"
+                f"combine needs the handle of the finished dispatch of its lane, once ({self._pending()} pending)"
             )
         if return_hook and async_finish:
             raise ValueError("return_hook and async_finish exclude each other")
@@ -414,8 +414,9 @@ class EpBuffer:
                 raise RuntimeError("this combine hook has already run")
             self._run(state, self._fabric.finish_combine, call, total)
             if total is not result:
-                result.copy_(total)
-            state.call = state.pending = None
+                with torch.inference_mode():  # in which the result may have been made
+                    result.copy_(total)
+            state.call = state.pending = handle.call = None
 
         if async_finish:
             with self._fabric.aside(call.lane):
@@ -533,7 +534,7 @@ class EpBuffer:
             raise
         except BaseException as e:
             self._fabric.stats.timeouts += isinstance(e, EpTimeout)
-            said = str(e)
+            said = str(e) or type(e).__name__  # as an interrupt, which says nothing
             self._error = self._error or (said if said.startswith("rank ") else f"rank {self.rank}: {said}")
             self._fabric.abort(self._error)
             raise
@@ -568,7 +569,7 @@ class EpBuffer:
                 raise ValueError("a handle brings its routing along; leave topk_ids and topk_weights None")
             if handle.owner is not self:
                 raise ValueError("the handle belongs to another buffer")
-            ids, weights = handle.call.ids, handle.call.weights
+            ids, weights = handle.routing.ids, handle.routing.weights
         if ids is None or weights is None:
             raise ValueError("dispatch needs topk_ids and topk_weights (or the handle of an earlier dispatch)")
         if isinstance(x, tuple) and len(x) != 2:
@@ -622,6 +623,10 @@ class EpBuffer:
                 raise ValueError(
                     f"topk_ids hold {low if low < -1 else high}; ids lie in 0..{c.num_experts - 1}, or -1 for no expert"
                 )
+        if handle is None:
+            routing = Routing(ids.contiguous(), (weights.detach() if weights.requires_grad else weights).contiguous())
+        else:
+            routing = handle.routing
         return Call(
             kind.mode,
             kind.layout,
@@ -632,11 +637,10 @@ class EpBuffer:
             tokens,
             _aligned(rows),
             scales.contiguous() if scales is not None else None,
-            ids.contiguous(),
-            (weights.detach() if weights.requires_grad else weights).contiguous(),
+            routing,
             sms,
             host_counts,
-            handle.call if handle is not None else None,
+            kind.mode is Mode.NORMAL and routing.counted is not None,
             most_tokens=None if most_tokens is None else min(most_tokens, most),
         )
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -9,11 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
+from ep_backend.cli.app import app
 from ep_backend.modes import Mode
 from ep_backend.policy import POLICY
 
-EP128 = str(Path(__file__).parents[1] / "deploy" / "deepseek-v3-h800-ep128.yaml")
+ROOT = Path(__file__).parents[1]
+EP128 = str(ROOT / "deploy" / "deepseek-v3-h800-ep128.yaml")
 
 
 def test_importing_and_helping_need_no_torch() -> None:
@@ -31,6 +35,22 @@ def test_importing_and_helping_need_no_torch() -> None:
 @pytest.mark.parametrize("command", ["checkpoint", "up", "down", "status", "flip", "ask", "demo", "modes", "doctor"])
 def test_every_command_has_help(command: str) -> None:
     subprocess.run([sys.executable, "-m", "ep_backend", command, "--help"], check=True, capture_output=True, timeout=60)
+
+
+def documented() -> list[str]:
+    """Calls with arguments, in a code span or on a line of their own."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    program = r"(?:ep-backend|\./ep) (?!test)"
+    places = re.compile(rf"`{program}(\w+ [^`]+)`|^ *{program}(\w+ [^`#\n]+)", re.MULTILINE)
+    found = [call for page in pages for call in places.findall(page.read_text())]
+    return sorted({" ".join("".join(call).split()) for call in found})
+
+
+@pytest.mark.parametrize("call", documented())
+def test_a_documented_call_is_one(call: str) -> None:
+    name, *arguments = shlex.split(call)
+    command = typer.main.get_command(app).commands[name]
+    command.make_context(name, arguments)
 
 
 def test_modes_prints_the_tables_that_the_code_uses() -> None:

@@ -124,12 +124,12 @@ def run(
     Every line, as it comes also to ``output``, and what to say of cases that have none.
     """
     lines: list[dict[str, Any]] = []
-    deadline = time.time() + seconds
+    deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         for start in range(STARTS):
             done = {line["name"] for line in lines}
             left = [c for c in cases if c.name not in done]
-            if not left or time.time() > deadline:
+            if not left or time.monotonic() > deadline:
                 return lines, "no time was left for"
             file, log = Path(folder, f"{start}.jsonl"), Path(folder, f"{start}.log")
             asked = {**options, "cases": [c.as_dict() for c in left], "deadline": deadline, "results": str(file)}
@@ -169,14 +169,14 @@ def _start(
     with signals_noted(noted.append), log.open("wb") as said, file.open() as found:
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=env)
         try:
-            heard = time.time()
+            heard = time.monotonic()
             while (ended := process.poll()) is None and not noted:
-                if time.time() > min(heard + SILENCE_S, options["deadline"] + GRACE_S):
+                if time.monotonic() > min(heard + SILENCE_S, options["deadline"] + GRACE_S):
                     break
                 time.sleep(0.1)
                 *whole, rest = (rest + found.read()).split("\n")
                 if whole:
-                    heard = time.time()
+                    heard = time.monotonic()
                 keep(whole)
         finally:
             _stop(process)
@@ -184,7 +184,7 @@ def _start(
     if noted:
         raise typer.Exit(128 + noted[0])
     if ended is None:
-        return None if time.time() > options["deadline"] else f"no result within {SILENCE_S:g} s"
+        return None if time.monotonic() > options["deadline"] else f"no result within {SILENCE_S:g} s"
     return f"the ranks ended with status {ended}" if ended else None
 
 

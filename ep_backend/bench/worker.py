@@ -99,7 +99,7 @@ class Workload:
 
     def blocks(self, op: str) -> dict[str, list[int]]:
         """Of every launch of the last call's operation, by kernel; the nvshmem fabric's."""
-        call = self.got.handle.call
+        call = self.got._call
         found: dict[str, list[int]] = {}
         for part in ("count", op) if call.mode is Mode.NORMAL and op == "dispatch" else (op,):
             for one in call.state.plan.launches(part, call, send=True, receive=True):
@@ -413,7 +413,8 @@ def about(me: Rank) -> dict[str, Any]:
 
 
 def main(options: dict[str, Any]) -> int:
-    """Measures ``cases`` in order until ``deadline`` (seconds since the epoch); ``results`` gets an empty line, then theirs."""
+    """Measures ``cases`` in order until ``deadline`` (of time.monotonic, alike in all processes of a host); ``results`` gets an
+    empty line, then theirs."""
     _end_with_the_launcher()
     fabric, device = options["fabric"], torch.device("cpu")
     if fabric == "nvshmem":
@@ -431,7 +432,7 @@ def main(options: dict[str, Any]) -> int:
             results.write("\n")
             results.flush()
         for case in cases:
-            if me.gather(time.time() > options["deadline"])[0]:
+            if me.gather(time.monotonic() > options["deadline"])[0]:
                 break
             broken = False
             try:

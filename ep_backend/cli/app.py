@@ -144,6 +144,7 @@ def flip(
     from ep_backend.deployment import commands
     from ep_backend.deployment.load import load
     from ep_backend.deployment.problems import DeploymentError
+    from ep_backend.deployment.spelling import call
     from ep_backend.deployment.view import print_applied
 
     try:
@@ -153,7 +154,7 @@ def flip(
     except (DeploymentError, commands.NotRunning, ControlFailed) as error:
         raise fail(error) from None
     except KeyboardInterrupt:
-        fail(RuntimeError(f"no longer waiting; what was asked for goes on, and `ep-backend status {file}` follows it"))
+        fail(RuntimeError(f"no longer waiting; what was asked for goes on, and `{call('status', file)}` follows it"))
         raise typer.Exit(130) from None
     print_applied(applied)
 
@@ -169,12 +170,13 @@ def ask(
     from ep_backend.deployment import commands
     from ep_backend.deployment.load import name_in
     from ep_backend.deployment.problems import DeploymentError
+    from ep_backend.deployment.spelling import call
 
     try:
         with ControlClient(commands.running(name_in(file))) as control:
             print(control.ask(prompt, max_tokens))
     except ControlFailed as error:
-        raise fail(RuntimeError(f"no answer: {error}; `ep-backend status {file}` tells more")) from None
+        raise fail(RuntimeError(f"no answer: {error}; `{call('status', file)}` tells more")) from None
     except (DeploymentError, commands.NotRunning) as error:
         raise fail(error) from None
 

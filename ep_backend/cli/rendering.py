@@ -107,8 +107,7 @@ def migrate(
         raise _fail(error) from None
     if out is not None:
         try:
-            with out.open("x", encoding="utf-8") as file:
-                file.write(made.text)
+            _write_new(out, made.text)
         except OSError as error:
             raise _fail(_unwritable(out, error)) from None
     errors = [finding for finding in made.findings if is_error(finding)]
@@ -137,6 +136,17 @@ def _text(path: Path) -> str:
         raise Unmovable(f"{path} cannot be read: {error.strerror}; give a shell script or a manifest") from None
     except UnicodeDecodeError:
         raise Unmovable(f"{path} is no text in UTF-8; give a shell script or a manifest") from None
+
+
+def _write_new(file: Path, text: str) -> None:
+    """Whole or not at all, for a second run would take what is there for somebody's own."""
+    opened = file.open("x", encoding="utf-8")
+    try:
+        with opened:
+            opened.write(text)
+    except OSError:
+        file.unlink()
+        raise
 
 
 def _unwritable(out: Path, error: OSError) -> OSError:

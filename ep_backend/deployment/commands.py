@@ -26,6 +26,7 @@ from ep_backend.deployment.processes import (
     stop_sessions,
 )
 from ep_backend.deployment.schema import STOP_TIMEOUT_S
+from ep_backend.deployment.spelling import call
 from ep_backend.deployment.state import RunState, StateUnreadable, read_state, remove_state, run_dir, state_file, unusable
 from ep_backend.deployment.supervisor import Supervisor
 from ep_backend.deployment.view import Progress
@@ -102,7 +103,7 @@ def _start_detached(loaded: Loaded, console: Console, output: BufferedWriter) ->
 
     with signals_noted(noted.append):
         child = subprocess.Popen(
-            [sys.executable, "-m", "ep_backend", "up", str(file)],
+            [sys.executable, "-m", "ep_backend", "up", "--", str(file)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -124,7 +125,7 @@ def _start_detached(loaded: Loaded, console: Console, output: BufferedWriter) ->
             try:
                 child.wait(limit)
             except subprocess.TimeoutExpired:
-                what = f"{deployment.name} (process {child.pid}) did not stop in {limit:g} s; `ep-backend down {file}` does it"
+                what = f"{deployment.name} (process {child.pid}) did not stop in {limit:g} s; `{call('down', file)}` does it"
                 raise DeploymentError([what]) from None
             raise
     if (state := state_of_child()) and state.error is not None:
@@ -147,14 +148,14 @@ def _refuse_a_second(name: str, file: Path) -> None:
     state = read_state(name)
     pid = state.pid if state is not None and _supervised(state) else claimant(run_dir(name))
     if pid is not None:
-        raise DeploymentError([f"{name} runs already (process {pid}); `ep-backend down {file}` stops it"])
+        raise DeploymentError([f"{name} runs already (process {pid}); `{call('down', file)}` stops it"])
 
 
 def _refuse_remains(name: str, file: Path) -> None:
     """DeploymentError if the deployment's supervisor was killed: what that left must be cleaned up first."""
     state = read_state(name)
     if state is not None and state.phase != "failed":
-        raise DeploymentError([f"{name} lost its supervisor (process {state.pid}); `ep-backend down {file}` cleans up"])
+        raise DeploymentError([f"{name} lost its supervisor (process {state.pid}); `{call('down', file)}` cleans up"])
 
 
 def _print_doubts(loaded: Loaded, console: Console) -> None:

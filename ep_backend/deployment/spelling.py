@@ -2,7 +2,9 @@
 
 import io
 import json
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from ruamel.yaml import YAML
 
@@ -29,6 +31,12 @@ def shortened(text: str) -> str:
 def visible(text: str) -> str:
     """The text with escapes for what a terminal would not show, or would obey: control characters, changes of direction."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def call(command: str, file: Path) -> str:
+    """A command on a deployment, as it is typed into a shell."""
+    end_of_options = ["--"] if str(file).startswith("-") else []
+    return shlex.join(["ep-backend", command, *end_of_options, str(file)])
 
 
 def one_of(words: Sequence[str]) -> str:

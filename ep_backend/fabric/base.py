@@ -28,6 +28,15 @@ class Received:
     num_rows: int | None
 
 
+@dataclass(slots=True, eq=False)
+class Routing:
+    """Which token goes to which experts. Calls that repeat it share it."""
+
+    ids: torch.Tensor  # [T, K] int32 or int64, -1 for none
+    weights: torch.Tensor  # [T, K] fp32
+    counted: Any = None  # the fabric's own: what normal's exchange of counts told, once there was one
+
+
 @dataclass(slots=True)
 class Call:
     """One dispatch and its combine. Tensors are checked, contiguous and on the fabric's device."""
@@ -41,16 +50,23 @@ class Call:
     tokens: int
     x: torch.Tensor  # [T, H] activations, or e4m3 if scales are given
     scales: torch.Tensor | None  # [T, H/128] fp32 or packed int32, of a caller who quantised
-    ids: torch.Tensor  # [T, K] int32 or int64, -1 for none
-    weights: torch.Tensor  # [T, K] fp32
+    routing: Routing
     sms: int | None
     host_counts: bool  # rows are cut to the exact count, which the host waits for
-    repeats: Call | None = None  # an earlier call with the same routing, whose counts are known
+    repeats: bool = False  # its counts are known, so that none of the ranks exchanges them
     received: Received | None = None
     state: Any = field(default=None)  # the fabric's own
     split: bool = False  # the phase under way is send only: its receive phase comes later, behind other work
     aside: bool = False  # an operation of it ran on the lane's own stream
     most_tokens: int | None = None  # that any rank sends, where the caller knows less than max_tokens
+
+    @property
+    def ids(self) -> torch.Tensor:
+        return self.routing.ids
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return self.routing.weights
 
     @property
     def most(self) -> int:

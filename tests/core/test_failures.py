@@ -377,3 +377,26 @@ def test_peers_learn_of_an_error_that_ends_the_block(ranks: Any, fabric: str) ->
     assert took < SLACK_S  # not the buffer's timeout
     if fabric == "host":  # on GPUs a peer's words say who gave up, not why
         assert "the experts are gone" in first.message
+
+
+def interrupted(world: World) -> Outcome:
+    """ctrl-C at rank 1, which waits in its combine."""
+    buffer = world.make()
+    one = Round(world, buffer, oracle.make_case(0, [4] * world.size), "direct")
+    one.dispatch()
+    one.receive()
+    if world.rank == 1:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        return timed(one.combine)[0]
+    while not buffer.failure():
+        time.sleep(0.01)
+    outcome = attempt(one.combine)
+    outcome.value = None
+    return outcome
+
+
+def test_peers_learn_of_an_interrupt(ranks: Any) -> None:
+    first, last = ranks(2).run(interrupted)
+    assert last.error == "KeyboardInterrupt", last
+    assert first.error == "EpFailed" and "rank 1: KeyboardInterrupt" in first.message, first

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -210,6 +212,24 @@ def test_a_repeated_dispatch_waits_for_ranks_without_tokens(ranks: Any) -> None:
     ranks(3).run(repeated_without_tokens)
 
 
+def repeated_from_the_last(world: World, mode: str) -> int:
+    """Earlier calls whose rows are still there when each call repeats the routing of the one before it."""
+    buffer = world.buffer()
+    case = oracle.make_case(1, [5, 3])
+    last, made = None, []
+    for _ in range(5):
+        last = Round(world, buffer, case, mode, handle=last).run().got
+        made.append(weakref.ref(last.rows))
+        last = last.handle
+    gc.collect()
+    return sum(t() is not None for t in made)
+
+
+@pytest.mark.parametrize("mode", ["normal", *HOOKED])
+def test_a_handle_keeps_its_routing_alone(ranks: Any, fabric: str, mode: str) -> None:
+    assert ranks(2, fabric).run(repeated_from_the_last, mode) == [0, 0]
+
+
 def answered_in_place(world: World, mode: str, hook: bool) -> None:
     buffer = world.buffer()
     r = Round(world, buffer, oracle.make_case(3, [9, 4]), mode, layout="compact", hook=hook)
@@ -229,3 +249,30 @@ def answered_in_place(world: World, mode: str, hook: bool) -> None:
 @pytest.mark.parametrize("mode", HOOKED)
 def test_out_may_be_part_of_y(ranks: Any, fabric: str, mode: str, hook: bool) -> None:
     ranks(2, fabric).run(answered_in_place, mode, hook)
+
+
+def phases_in_and_out_of_inference_mode(world: World, mode: str) -> None:
+    buffer = world.buffer()
+    for inside in itertools.product([False, True], repeat=4):
+        r = Round(world, buffer, oracle.make_case(4, [9, 4]), mode, layout="compact", hook=mode in HOOKED)
+        for here, phase in zip(inside, (r.dispatch, r.receive, r.combine, r.collect), strict=True):
+            with torch.inference_mode(here):
+                phase()
+    for in_y in (False, True):
+        r.dispatch()
+        r.receive()
+        with torch.inference_mode():
+            y = oracle.run_experts(r.case, world.rank, r.got, layout=r.layout, payload=r.payload)
+            tokens = len(r.case.x[world.rank])
+            both = torch.empty(len(y) + tokens, y.shape[1], dtype=y.dtype, device=y.device)
+            both[: len(y)] = y
+        out = both[:tokens] if in_y else torch.empty_like(both[:tokens])
+        answer = buffer.combine(both[: len(y)], r.got.handle, out=out, return_hook=r.split)
+        r.out, r._finish = answer if r.split else (answer, None)
+        r.collect()
+
+
+@pytest.mark.parametrize("mode", modes("host"))
+def test_phases_may_be_in_and_out_of_inference_mode(ranks: Any, fabric: str, mode: str) -> None:
+    """torch lets nobody write outside of inference mode what was made in it, as `out` may have been."""
+    ranks(2, fabric).run(phases_in_and_out_of_inference_mode, mode)

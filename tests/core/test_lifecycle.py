@@ -328,6 +328,40 @@ def test_too_much_memory_names_asked_and_free(ranks: Any, fabric: str) -> None:
         assert any(n > 1 << 38 for n in numbers) and any(1 << 25 < n < 1 << 38 for n in numbers)
 
 
+def beyond_a_limit(world: World, limit: str) -> Outcome:
+    """Rank 1 may not take or map what the others may."""
+    import resource
+
+    with open("/proc/self/statm") as statm:
+        mapped = int(statm.read().split()[0]) * resource.getpagesize()
+    most = {"RLIMIT_FSIZE": 4096, "RLIMIT_AS": mapped + (64 << 20), "RLIMIT_NOFILE": len(os.listdir("/proc/self/fd"))}
+    which = getattr(resource, limit)
+    before = resource.getrlimit(which)
+    if world.rank == 1:
+        resource.setrlimit(which, (most[limit], before[1]))
+    try:
+        outcome = attempt(lambda: world.make(max_tokens={"direct": 100_000}, timeout_s=10.0))
+    finally:
+        resource.setrlimit(which, before)
+    world.make().destroy()
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [
+        ("RLIMIT_FSIZE", "File too large"),
+        ("RLIMIT_AS", "Cannot allocate memory"),
+        ("RLIMIT_NOFILE", "Too many open files"),
+    ],
+)
+def test_a_limit_of_the_process_is_told_by_every_rank(ranks: Any, limit: str, reason: str) -> None:
+    peer, own = ranks(2).run(beyond_a_limit, limit)
+    assert own.error == "EpError" and "rank 1 cannot take or map" in own.message, own
+    assert reason in own.message and "`ulimit -a`" in own.message, own
+    assert peer.error == "EpError" and "rank 1" in peer.message and "namespace" not in peer.message, peer
+
+
 def transports(world: World) -> str:
     with world.make(gpus_per_node=2) as buffer:
         text: str = buffer.describe()

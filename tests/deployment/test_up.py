@@ -4,6 +4,7 @@ import json
 import mmap
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -244,6 +245,17 @@ def test_an_engine_that_ends_while_loading_is_named(workplace: Workplace, detach
     assert_nothing_left(workplace, leaders)
     code, output = workplace.run("status", str(workplace.file))
     assert code == 1 and FAULT_LINE in output
+
+
+def test_calls_in_messages_can_be_typed(workplace: Workplace) -> None:
+    """Whatever the file is called."""
+    workplace.file.rename(workplace.folder / "-my file.yaml")
+    assert workplace.run("up", "--detach", "--", "-my file.yaml")[0] == 0
+    code, output = workplace.run("up", "./-my file.yaml")
+    assert code == 1
+    said = re.search(r"runs already \(process \d+\); `ep-backend (.*)` stops it", output)
+    assert said is not None, output
+    assert workplace.run(*shlex.split(said[1]))[0] == 0
 
 
 def test_down_cleans_up_after_a_killed_supervisor(workplace: Workplace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import signal
 import subprocess
@@ -110,6 +111,15 @@ def test_a_run_records_a_failure_and_goes_on(tmp_path: Path, monkeypatch: pytest
     for line in (first, last):
         assert line["ranks"] == 2 and line["rounds"] == 3 and line["input_hash"] and line["commit"] == "c0ffee"
         assert line["torch"] and line["command"].startswith("ep-backend bench") and line["time"]
+
+
+@pytest.mark.slow
+def test_a_clock_that_is_set_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by NTP, a day later at every look here."""
+    monkeypatch.setattr(time, "time", itertools.count(time.time(), 86_400.0).__next__)
+    options = {"fabric": "host", "rounds": 1, "profile": False, "facts": {}}
+    lines, _ = cli.run(1, options, TINY[:1], 100.0)
+    assert [line["name"] for line in lines] == [TINY[0].name]
 
 
 @pytest.mark.slow

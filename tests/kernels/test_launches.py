@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ep_backend import layout
-from ep_backend.fabric.base import Call
+from ep_backend.fabric.base import Call, Routing
 from ep_backend.fabric.nvshmem.launch import STAGE_BYTES, Launch
 from ep_backend.fabric.nvshmem.launches import Launches
 from ep_backend.layout import Payload, Shape
@@ -21,7 +21,9 @@ FP8 = layout.record(Payload.FP8, HIDDEN, TOP_K).bytes
 def hybrid(ranks: int, gpus: int, lanes: int, tokens: int, sms: int | None, form: Layout, split: bool) -> list[Launch]:
     shape = Shape(ranks, gpus, 256, TOP_K, HIDDEN, 0, 0, 0, MOST, 0, 0, 0, FP8, 2 * HIDDEN)
     x, ids = torch.empty(tokens, 0), torch.empty(tokens, TOP_K, dtype=torch.int64)
-    call = Call(Mode.HYBRID, form, Payload.FP8, 0, 1, MOST, tokens, x, None, ids, torch.empty(tokens, TOP_K), sms, False)
+    call = Call(
+        Mode.HYBRID, form, Payload.FP8, 0, 1, MOST, tokens, x, None, Routing(ids, torch.empty(tokens, TOP_K)), sms, False
+    )
     made = Launches(shape, lanes, MULTIPROCESSORS, deterministic=False)
     phases = ((True, False), (False, True)) if split else ((True, True),)
     return [one for op in ("dispatch", "combine") for s, r in phases for one in made.of(op, call, send=s, receive=r)]

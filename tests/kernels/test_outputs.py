@@ -10,7 +10,7 @@ import torch
 
 from ep_backend import layout
 from ep_backend.config import BufferConfig
-from ep_backend.fabric.base import Call
+from ep_backend.fabric.base import Call, Routing
 from ep_backend.fabric.nvshmem.outputs import PLACES, Outputs
 from ep_backend.layout import Payload
 from ep_backend.modes import Layout, Mode
@@ -25,7 +25,7 @@ def outputs(mode: Mode, form: Layout, payload: Payload, *, per_expert: bool = Fa
         R, hidden=H, num_experts=E, top_k=K, max_tokens={mode.value: most}, fabric="nvshmem", gpus_per_node=2
     )
     none = torch.empty(0)
-    call = Call(mode, form, payload, 0, 1, most, 0, none, None, none, none, None, True)
+    call = Call(mode, form, payload, 0, 1, most, 0, none, None, Routing(none, none), None, True)
     return Outputs(config.shape, call, CPU, per_expert=per_expert, ordered=form is Layout.MASKED)
 
 

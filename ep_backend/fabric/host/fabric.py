@@ -81,11 +81,12 @@ class HostFabric:
             _protocol(call.mode).start_combine(self, call, y)
 
     def finish_combine(self, call: Call, out: torch.Tensor) -> None:
-        with self.stats.mode(call.mode.value).combine.timed("receive"):
+        # Where alone torch lets a tensor be written that was made in inference mode, as `out` may have been.
+        with self.stats.mode(call.mode.value).combine.timed("receive"), torch.inference_mode():
             _protocol(call.mode).finish_combine(self, call, out)
+            if self.faults.corrupt_combine and out.numel():
+                out[:, 0] += 1
         self._lane_rounds[call.lane] += 1
-        if self.faults.corrupt_combine and out.numel():
-            out[:, 0] += 1
 
     # What modes are made of.
 
@@ -256,8 +257,7 @@ def _astray(lane: int, epoch: int, rank: int) -> str:
 
 def _signature(call: Call) -> int:
     """What ranks must agree on, in the low bits of an intent word."""
-    known = rings.knows_counts(call)
-    return known << 10 | call.mode.code << 8 | list(Layout).index(call.layout) << 4 | call.payload
+    return call.repeats << 10 | call.mode.code << 8 | list(Layout).index(call.layout) << 4 | call.payload
 
 
 def _describe(signature: int) -> str:

@@ -51,27 +51,36 @@ class Heap:
                 f"{meeting.size} ranks ask for {asked} bytes of shared memory ({nbytes} each) and "
                 f"{free} are free on this machine; lower max_tokens, modes or lanes (EpBuffer.size_hint itemises)"
             )
-        fd = os.memfd_create("ep_backend")
-        os.ftruncate(fd, nbytes)
         self._maps: list[mmap.mmap] = []
         try:
-            for pid, peer_fd in meeting.exchange("heap", (os.getpid(), fd)):
-                path = f"/proc/{pid}/fd/{peer_fd}"
-                try:
-                    peer = os.open(path, os.O_RDWR)
-                except OSError as e:
-                    raise EpError(
-                        f"rank {meeting.rank} cannot open a peer's heap at {path}: {e.strerror}; ranks of the host "
-                        "fabric must share a machine, a user and a process namespace"
-                    ) from e
-                self._maps.append(mmap.mmap(peer, nbytes))
-                os.close(peer)
-            meeting.exchange("mapped", True)  # afterwards the mappings keep the memory
-        finally:
-            os.close(fd)
+            with open(os.memfd_create("ep_backend"), "wb", buffering=0) as own:
+                own.truncate(nbytes)
+                places = [f"/proc/{pid}/fd/{fd}" for pid, fd in meeting.exchange("heap", (os.getpid(), own.fileno()))]
+                self._map(places, nbytes, meeting)
+        except OSError as e:
+            raise EpError(_beyond_limits(meeting.rank, nbytes, e)) from e
         self.bytes: list[Bytes] = [np.frombuffer(m, dtype=np.uint8) for m in self._maps]
         self._words = [memoryview(m).cast("Q") for m in self._maps]
         self._fence = _fence()
+
+    def _map(self, places: list[str], nbytes: int, meeting: Meeting) -> None:
+        """Every rank's; the mappings keep the memory afterwards. EpError on all ranks if one of them cannot."""
+        problem = None
+        for place in places:
+            try:
+                with open(place, "r+b", buffering=0) as peer:
+                    self._maps.append(mmap.mmap(peer.fileno(), nbytes))
+            except (FileNotFoundError, PermissionError) as e:
+                problem = (
+                    f"rank {meeting.rank} cannot open a peer's heap at {place}: {e.strerror}; ranks of the host "
+                    "fabric must share a machine, a user and a process namespace"
+                )
+            except OSError as e:
+                problem = _beyond_limits(meeting.rank, nbytes, e)
+        problems = meeting.exchange("mapped", problem)
+        for told in (problem, *problems):
+            if told is not None:
+                raise EpError(told)
 
     def load(self, rank: int, offset: int) -> int:
         """Acquire: what the writer stored before this word is visible after it."""
@@ -99,6 +108,13 @@ class Heap:
             with contextlib.suppress(BufferError):  # a caller's view keeps the mapping as long as it lives
                 m.close()
         self._maps.clear()
+
+
+def _beyond_limits(rank: int, nbytes: int, error: OSError) -> str:
+    return (
+        f"rank {rank} cannot take or map the {nbytes} bytes of each rank's shared memory: {error.strerror}; raise what "
+        "limits the process (`ulimit -a` lists it), or lower max_tokens, modes or lanes"
+    )
 
 
 def _available_bytes() -> int:

@@ -34,7 +34,6 @@ from ep_backend.fabric.host.core import (
 )
 from ep_backend.fabric.host.heap import Bytes
 from ep_backend.fabric.host.tasks import Blocked, Task
-from ep_backend.modes import Mode
 from ep_backend.stats import OpStats
 
 if TYPE_CHECKING:
@@ -111,11 +110,6 @@ def _pop_exactly(f: HostFabric, call: Call, ring: _Ring, n: int, out: list[Bytes
         taken += len(out[-1])
 
 
-def knows_counts(call: Call) -> bool:
-    """A repeated dispatch of normal mode exchanges no counts: then none of the ranks may wait for them."""
-    return call.mode is Mode.NORMAL and call.repeats is not None and call.repeats.mode is Mode.NORMAL
-
-
 def start_dispatch(f: HostFabric, call: Call) -> None:
     """The whole dispatch: rings need their writer and their reader at work at once."""
     s, w = f.shape, f.words
@@ -124,9 +118,8 @@ def start_dispatch(f: HostFabric, call: Call) -> None:
     wire = layout.record(call.payload, s.hidden, s.top_k)
     per_node = s.gpus_per_node
     state = call.state = _State(out, [], [])
-    if call.repeats is not None and knows_counts(call):
-        earlier: _State = call.repeats.state
-        state.counts, state.rail_counts = earlier.counts, earlier.rail_counts
+    if call.repeats:
+        state.counts, state.rail_counts = call.routing.counted
         # Counts would have told that every rank is in this epoch, also those that send nothing.
         f.run(call, "dispatch", *(f.await_word(call, w.intent, r, r, []) for r in range(s.ranks)))
     else:
@@ -207,6 +200,7 @@ def _exchange_counts(f: HostFabric, call: Call, state: _State) -> None:
     )
     state.counts = [c[0] for c in counts]
     state.rail_counts = [c[0] for c in rails]
+    call.routing.counted = state.counts, state.rail_counts
 
 
 def finish_dispatch(f: HostFabric, call: Call) -> Received:

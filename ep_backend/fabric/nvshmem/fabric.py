@@ -251,10 +251,9 @@ class NvshmemFabric:
                 self._gpu.uses(tensor)
 
     def _plan(self, call: Call) -> _Plan:
-        repeats = rings.repeats(call)
         tokens = min(call.tokens, launches.SMALL + 1)  # beyond, launches do not depend on it
         # A launch holds its stream: lanes that two threads drive share none.
-        form = call.lane, call.mode, call.layout, call.payload, repeats
+        form = call.lane, call.mode, call.layout, call.payload, call.repeats
         key = (*form, call.scales is None, call.ids.dtype, tokens, call.sms, call.host_counts, call.split)
         found = self._plans.get(key)
         if found is None:
@@ -265,15 +264,14 @@ class NvshmemFabric:
 
     def _count(self, call: Call, plan: _Plan) -> _Counted:
         """normal's exchange of counts, so that its compact outputs have their exact size; waits for all ranks to call."""
-        s, earlier = self.shape, call.repeats if rings.repeats(call) else None
-        rows = None
-        if earlier is None:
+        s, rows = self.shape, None
+        if not call.repeats:
             words = layout.align_up(plan_words(s.ranks) + s.nodes * layout.RING_CHANNELS, ALIGN)
             kept = torch.empty(words + s.local_experts, dtype=torch.int32, device=self.device)
             counts = kept[words:]
         else:
-            assert earlier.received is not None
-            kept, rows = earlier.state.counted.plan, earlier.received.num_rows if plan.exact else None
+            earlier: _Counted = call.routing.counted
+            kept, rows = earlier.plan, earlier.rows if plan.exact else None
             counts = torch.empty(s.local_experts, dtype=torch.int32, device=self.device)
         if call.aside:
             self.uses(kept)
@@ -282,7 +280,10 @@ class NvshmemFabric:
         waits = plan.exact and rows is None
         self._pack(call, plan, 0, places, 0, waits=waits)
         self._launch("count", call, plan, send=True, receive=True)
-        return _Counted(kept, counts, self._await_rows(call) if waits else rows)
+        counted = _Counted(kept, counts, self._await_rows(call) if waits else rows)
+        if waits or not call.repeats:
+            call.routing.counted = counted
+        return counted
 
     def _pack(self, call: Call, plan: _Plan, rows: int, places: list[int], capacity: int, *, waits: bool) -> None:
         """Values of launch.CALL up to combine's. ``waits``: the host for the number of rows."""

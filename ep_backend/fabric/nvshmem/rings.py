@@ -6,7 +6,7 @@ from ep_backend import layout
 from ep_backend.fabric.base import Call
 from ep_backend.fabric.nvshmem.launch import STAGE_BYTES, Launch, Roles, casts
 from ep_backend.layout import Shape
-from ep_backend.modes import Layout, Mode
+from ep_backend.modes import Layout
 
 _CHANNEL_SLOTS = 4  # of a ring, below which another channel would only wait more often
 MOST_SHARE = (1 << 16) - 1  # slots that a channel uses of a ring, in 16 bits of ring.cuh's End
@@ -24,11 +24,6 @@ _SENT_BYTES, _SUM_BYTES = 16384, 7168  # of a warp's stage in combine: rows that
 def channels(s: Shape) -> int:
     """Channels of a call, the same on every rank whatever its SM budget: readers and writers share out rings alike."""
     return max(1, min(layout.RING_CHANNELS, s.ring_slots // _CHANNEL_SLOTS))
-
-
-def repeats(call: Call) -> bool:
-    """Its counts are known, so that none of the ranks exchanges them."""
-    return call.mode is Mode.NORMAL and call.repeats is not None and call.repeats.mode is Mode.NORMAL
 
 
 def count(s: Shape, blocks: int) -> Launch:

@@ -203,6 +203,17 @@ def test_a_wrong_call_is_one_line(arguments: list[str], text: str, complaint: st
     assert complaint in error
 
 
+def test_a_file_that_was_not_written_whole_is_not_there(tmp_path: Path) -> None:
+    """Another run would refuse it as somebody's own."""
+    out = tmp_path / "d.yaml"
+    words = [sys.executable, "-m", "ep_backend", "migrate", "-", "--out", str(out)]
+    limited = ["bash", "-c", 'ulimit -f 0; exec "$@"', "bash", *words]
+    done = subprocess.run(limited, input=SERVE, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"--out {out} cannot be written: File too large; choose another" in done.stderr
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("value", ["2001-13-45", "!!int abc", "[" * 300, "1" * 5000])
 def test_a_manifest_with_a_value_that_is_none_is_refused(value: str) -> None:
     with pytest.raises(Unmovable, match=r"the manifest is no YAML: .*line 3.*; correct it"):
