@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -80,6 +81,18 @@ class Gpu:
     def finish(self) -> None:
         """Wait for everything; kernels end because their waits are bounded."""
         torch.cuda.synchronize(self.device)
+
+    def read(self, tensor: torch.Tensor) -> Any:
+        """A tensor's values as lists, in any thread: a graph that another thread captures meanwhile stays whole, for which
+        CUDA's default forbids this thread, too, to wait."""
+        driver = world.driver()
+        before = world.check(
+            driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        )
+        try:
+            return tensor.tolist()
+        finally:
+            world.check(driver.cuThreadExchangeStreamCaptureMode(before))
 
     def set_word(self, address: int) -> None:
         """Store 1 to a 64-bit word of device memory, whatever the current stream does."""

@@ -352,7 +352,7 @@ class NvshmemFabric:
         offers = self._offers
         if self._withdrawn == offers or self._proposal or self._dispatching or self.capturing():
             return
-        if not int(self._control[0]):
+        if not self._gpu.read(self._control)[0]:
             self._withdrawn = offers
 
     def refuse(self, rounds: list[tuple[int, int]], reason: str, *, astray: bool = False) -> None:
@@ -376,11 +376,11 @@ class NvshmemFabric:
         return self._gpu.capturing()
 
     def executed(self) -> tuple[Mode | None, int]:
-        _, _, mode, epoch = self._control.tolist()
+        _, _, mode, epoch = self._gpu.read(self._control)
         return (list(Mode)[mode - 1] if mode else None), epoch
 
     def lane_rounds(self) -> list[int]:
-        return [epoch - 1 - refused for (epoch, *_), refused in zip(self._lanes.tolist(), self._refused, strict=True)]
+        return [epoch - 1 - refused for (epoch, *_), refused in zip(self._gpu.read(self._lanes), self._refused, strict=True)]
 
     def abort(self, reason: str) -> None:
         self._reason = self._reason or reason
@@ -435,7 +435,7 @@ class NvshmemFabric:
 
     def read_stats(self, stats: BufferStats) -> None:
         """Copy the device's counters; waits for the kernels before."""
-        s, values = self.shape, self._counters.tolist()
+        s, values = self.shape, self._gpu.read(self._counters)
         size = 4 * s.ranks + 8
         for mode in self.config.max_tokens:
             rows, scalars = values[size * mode.code :][: 4 * s.ranks], values[size * mode.code + 4 * s.ranks :][:8]
