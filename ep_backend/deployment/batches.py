@@ -71,10 +71,19 @@ def _default_batch(deployment: Deployment, role: Role) -> int:
 def tokens_a_sequence(role: Role) -> int:
     """Tokens that one running sequence dispatches in a decode step: more than one with speculative decoding."""
     if drafts := role.number("speculative-num-draft-tokens"):
-        return drafts
+        if role.arg("speculative-moe-a2a-backend") == "none":
+            return drafts
+        steps, several = role.number("speculative-num-steps"), bool(role.arg("enable-multi-layer-eagle"))
+        return max(drafts, draft_rows(role.number("speculative-eagle-topk"), steps, several))
     speculative = role.arg("speculative-config")
     held = {key.replace("-", "_"): value for key, value in speculative.items()} if isinstance(speculative, dict) else {}
     return 1 + (whole_number(held.get("num_speculative_tokens")) or role.number("spec-tokens") or 0)
+
+
+def draft_rows(eagle_topk: int | None, steps: int | None, several_layers: bool) -> int:
+    """Tokens of one sequence in a step of SGLang's draft model: its guesses side by side, and the window that a draft of
+    several layers looks back over."""
+    return max(eagle_topk or 1, 2 * (steps or 0) if several_layers else 0)
 
 
 def largest_bucket(role: Role) -> tuple[str, int]:

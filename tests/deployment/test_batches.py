@@ -91,3 +91,18 @@ def test_the_engine_is_told_the_number_that_its_buffer_is_made_for(
 def test_drafts_are_counted_however_vllm_is_told(args: dict[str, object]) -> None:
     assert tokens_a_sequence(Role.model_validate({"data_parallel": 8, "args": args})) == 3
     assert tokens_a_sequence(Role(data_parallel=8)) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "each"),
+    [
+        ({}, 4),
+        ({"speculative-eagle-topk": 8}, 8),
+        ({"speculative-eagle-topk": 8, "speculative-moe-a2a-backend": "none"}, 4),
+        ({"enable-multi-layer-eagle": True}, 6),
+    ],
+)
+def test_sglangs_draft_takes_tokens_of_its_own(more: dict[str, object], each: int) -> None:
+    args = {"speculative-num-draft-tokens": 4, "speculative-num-steps": 3, "speculative-eagle-topk": 1, **more}
+    role = Role.model_validate({"engine": "sglang", "data_parallel": 8, "args": args})
+    assert tokens_a_sequence(role) == each
