@@ -80,6 +80,23 @@ def test_the_engine_is_told_the_number_that_its_buffer_is_made_for(
 
 
 @pytest.mark.parametrize(
+    ("args", "balancer"),
+    [
+        ({}, {"num_redundant_experts": 8}),
+        ({"eplb-config": {"window_size": 100}}, {"num_redundant_experts": 8, "window_size": 100}),
+        ({"eplb-config.num_redundant_experts": 8}, {"num_redundant_experts": 8}),
+    ],
+)
+def test_vllm_makes_the_replicas_that_the_file_counts(args: dict[str, object], balancer: dict[str, object]) -> None:
+    made = deployment("vllm", {}, **args)
+    role = made.roles.decode
+    assert role is not None and "enable-eplb" not in engine_flags(made, "decode", role)
+    more = role.model_copy(update={"ep": role.ep.model_copy(update={"redundant_experts": 8})})
+    found = engine_flags(made, "decode", more)
+    assert found["enable-eplb"] is True and found["eplb-config"] == balancer
+
+
+@pytest.mark.parametrize(
     "args",
     [
         {"speculative-config": {"method": "mtp", "num_speculative_tokens": 2}},

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.resolve import ModelUnknown, shape_of
-from ep_backend.deployment.schema import Deployment
+from ep_backend.deployment.schema import Deployment, whole_number
 
 CHECKPOINT = (
     "give a folder of this machine with a Hugging Face checkpoint, absolute or from this file's folder (`ep-backend checkpoint "
@@ -117,4 +117,4 @@ def check_experts(view: RoleView) -> Iterator[Problem]:
 def _engine_redundancy(view: RoleView) -> int | None:
     config = view.role.arg("eplb-config")
     given = config.get("num_redundant_experts") if isinstance(config, dict) else view.role.arg("ep-num-redundant-experts")
-    return given if isinstance(given, int) else None
+    return whole_number(given)
