@@ -119,6 +119,12 @@ def choose(a: Arguments) -> Choice:
             f"--deepep-dispatcher-output-dtype {a.deepep_dispatcher_output_dtype} must be one of {', '.join(taken)}: {why}; "
             "change the flag" + ("" if settings.fp8 else f", or fp8 in the settings ({SETTINGS_VARIABLE})")
         )
+    if a.pp_size > 1 and settings.agent_port is not None:
+        raise ValueError(
+            f"--pp-size {a.pp_size} makes an EP group of each stage, and a deployment's agents "
+            f"(agent_port={settings.agent_port}) are those of one group; use --pp-size 1, or remove agent_port from the "
+            f"settings ({SETTINGS_VARIABLE})"
+        )
     _require_layout(a)
     role = _role(a, settings)
     # With both families a mode is for batches of its own, as after a flip; the other's stay with auto.

@@ -252,6 +252,11 @@ REFUSED = [
     ),
     (["--device", "cpu", "--attn-dp-size", "2"], {}, r"--attn-dp-size 2 with --tp-size 4: on a CPU .* use --attn-dp-size 4"),
     ([], {"gpus_per_node": 3}, r"gpus_per_node=3 does not divide --tp-size 4; set gpus_per_node to a divisor"),
+    (
+        ["--pp-size", "2"],
+        {"agent_port": 9000},
+        r"--pp-size 2 makes an EP group of each stage.*\(agent_port=9000\).* use --pp-size 1, or remove agent_port",
+    ),
     (["--elastic-ep-backend", "mooncake"], {}, r"--elastic-ep-backend mooncake resizes .* drop the flag"),
     (["--enable-single-batch-overlap"], {}, r"reads no signals of theirs \(on SM90 .*drop it, or use --enable-two-batch"),
     ([], {"layout": "masked"}, r"layout=masked is for vLLM; SGLang's layout follows from each batch: remove it"),

@@ -236,6 +236,11 @@ REFUSED = [
     ),
     ({}, {"gpus_per_node": 3}, "gpus_per_node=3 does not divide the 2 ranks"),
     (
+        {"pipeline_parallel_size": 2},
+        {"agent_port": 9000},
+        r"--pipeline-parallel-size 2 makes an EP group of each stage.*\(agent_port=9000\).* use 1, or remove agent_port",
+    ),
+    (
         {},
         {"mode": "direct", "max_tokens": {"direct": 64}},
         "less than the 2048 tokens .* raise max_tokens to 2048, or lower --max-num-batched-tokens to 64",

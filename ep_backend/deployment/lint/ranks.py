@@ -7,6 +7,7 @@ from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.resolve import ModelUnknown, shape_of
 from ep_backend.deployment.schema import Deployment, whole_number
 
+STAGES = ("pipeline-parallel-size", "pp-size", "pp")
 CHECKPOINT = (
     "give a folder of this machine with a Hugging Face checkpoint, absolute or from this file's folder (`ep-backend checkpoint "
     "OUT` writes a small one), or a preset, with `source` where the nodes load it from elsewhere"
@@ -72,6 +73,12 @@ def check_parallel(view: RoleView) -> Iterator[Problem]:
             yield problem("EP112", at, f"is {per_node}, must divide the {size} EP ranks", "use a divisor")
         else:
             yield problem("EP112", at, f"gives {size} EP ranks, no multiple of an NVLink domain", "use whole domains")
+
+
+def check_stages(view: RoleView) -> Iterator[Problem]:
+    if (stages := view.role.number(*STAGES) or 1) > 1:
+        what = f"is {stages}, and each pipeline stage would be an EP group of its own"
+        yield problem("EP119", view.flag_place(*STAGES), what, "remove it; data_parallel spreads the experts over more ranks")
 
 
 def _crowded(view: RoleView) -> int:
