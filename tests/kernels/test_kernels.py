@@ -257,16 +257,25 @@ def test_graphs_replay_with_new_routing_between_eager_rounds(ranks: Any, kernels
 
 
 def reported_in_a_capture(world: World) -> list[Any]:
-    """Another thread reads the counters while this one captures, as an agent that is asked for its status does."""
+    """Another thread reads the counters while this one captures, as an agent that is asked for its status does, and a
+    proposal is on its way."""
     with world.make() as buffer, ThreadPoolExecutor(1) as agent:
         seen: list[Any] = []
-        captured = Captured(world, buffer, "low_latency", 8, 0, lambda: seen.append(agent.submit(buffer.stats).result(30)))
+        buffer.propose(5)
+
+        def meanwhile() -> None:
+            seen.append(agent.submit(buffer.stats).result(30)["failed"])
+            agent.submit(buffer.agreed).result(30)
+            seen.append(buffer.agreed())
+
+        captured = Captured(world, buffer, "low_latency", 8, 0, meanwhile)
         captured.replay(0, [3] * world.size)
-        return [stats["failed"] for stats in seen]
+        world.settle()
+        return [*seen, buffer.agreed()]
 
 
 def test_a_status_leaves_a_capture_whole(ranks: Any, kernels: str) -> None:
-    assert ranks(2, kernels).run(reported_in_a_capture) == [[None]] * 2
+    assert ranks(2, kernels).run(reported_in_a_capture) == [[None, 0, 5]] * 2
 
 
 def test_a_thread_that_reads_counters_lets_others_capture(monkeypatch: pytest.MonkeyPatch) -> None:

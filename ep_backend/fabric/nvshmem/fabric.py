@@ -341,7 +341,7 @@ class NvshmemFabric:
 
     @property
     def agreed(self) -> int:
-        if self._withdrawn == self._offers:
+        if self._withdrawn == self._offers or self.capturing():  # in a capture nothing runs that could agree
             return 0
         self._gpu.finish_stream()
         return int(self._seen[16])
