@@ -1,5 +1,7 @@
 """What the engines' flags say about the tokens that a rank handles in one step."""
 
+from pydantic import JsonValue
+
 from ep_backend.deployment.resolve import topology
 from ep_backend.deployment.schema import Deployment, Engine, Role, RoleName, whole_number
 from ep_backend.modes import MODES, Family, Mode
@@ -101,9 +103,9 @@ def largest_bucket(role: Role) -> tuple[str, int]:
     return "", 0
 
 
-def _largest(value: object) -> int:
-    numbers = value if isinstance(value, list) else [value]
-    return max((n for n in numbers if isinstance(n, int) and not isinstance(n, bool)), default=0)
+def _largest(value: JsonValue) -> int:
+    numbers = map(whole_number, value if isinstance(value, list) else [value])
+    return max((n for n in numbers if n is not None), default=0)
 
 
 def eager(role: Role) -> bool:

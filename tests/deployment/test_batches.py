@@ -60,6 +60,8 @@ def test_decode_of_sglang_is_bounded_by_requests_and_graphs() -> None:
     assert sglang() == 512
     assert sglang(**{"max-running-requests": 1024, "chunked-prefill-size": 65536}) == 128
     assert sglang(**{"max-running-requests": 1024, "cuda-graph-max-bs-decode": 160}) == 160
+    assert sglang(**{"max-running-requests": "1024", "cuda-graph-max-bs-decode": "160"}) == 160
+    assert sglang(**{"max-running-requests": 1024, "cuda-graph-bs-decode": ["128", "160"]}) == 160
 
 
 @pytest.mark.parametrize(
