@@ -460,3 +460,17 @@ class TestMoeHooks:
         _, oracle, mk, _ = moe(Layout.MASKED)
         assert oracle.backend_to_kernel_cls(oracle.UnquantizedMoeBackend.CPU)[-1] is CPUBatchedExperts
         assert CPUBatchedExperts.activation_format() == mk.FusedMoEActivationFormat.BatchedExperts
+
+
+@pytest.mark.parametrize(("own", "within", "behind"), [(None, 20, None), (12, 12, 12), (40, 20, 40)])
+def test_the_limit_of_sms_of_a_step_of_micro_batches_ends_with_it(monkeypatch, own, within, behind):
+    import server_plugins.vllm.manager as adapter
+
+    monkeypatch.setattr(adapter, "_multiprocessors", lambda: 132)
+    manager = adapter.EpManager.__new__(adapter.EpManager)
+    manager.choice = SimpleNamespace(settings=Settings(sms=own))
+    seen = []
+    for limit in (20, 132, 20):  # as SMControlContextManager gives them on entering and leaving
+        manager.set_num_sms(limit)
+        seen.append(manager.sms)
+    assert seen == [within, behind, within]
