@@ -111,6 +111,9 @@ def check_experts(view: RoleView) -> Iterator[Problem]:
     elif view.experts and spare > (most := view.experts * (size - 1)):
         what = f"is {spare}, but {size} ranks that each hold all {view.experts} experts have {most} replicas"
         yield problem("EP118", (*view.place, "ep", "redundant_experts"), what, f"use {most} or fewer")
+    elif spare and view.role.engine == "vllm" and view.deployment.topology.device == "cpu":
+        place = (*view.place, "ep", "redundant_experts")
+        yield problem("EP124", place, f"is {spare}, but vLLM makes replicas of experts on GPUs only", "remove it")
     given = _engine_redundancy(view)
     if given is not None and given != spare:
         yield problem(
