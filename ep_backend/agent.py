@@ -80,7 +80,7 @@ class Agent:
                     stdin=subprocess.DEVNULL,
                 )
         self._front.settimeout(HEARTBEAT_S)
-        self._front.send(json.dumps({"key": key, "pid": os.getpid()}).encode())
+        self._front.send(json.dumps({"host": host, "key": key, "pid": os.getpid()}).encode())
         self._thread = threading.Thread(target=self._serve, name="ep-backend-agent", daemon=True)
         self._thread.start()
 

@@ -21,7 +21,7 @@ from fastapi.responses import PlainTextResponse
 from ep_backend.agent import MOST_BYTES, SILENT_S
 from ep_backend.control.metrics import Ranks, exposition
 from ep_backend.control.nics import ports
-from ep_backend.serving import Bounded, needs_key
+from ep_backend.serving import Bounded, needs_key, require_own_name
 
 FRESH_S = 1.0
 
@@ -96,8 +96,9 @@ class Rank:
             self._latest = future.result()["body"]
 
 
-def make_app(rank: Rank, key: str | None) -> FastAPI:
+def make_app(rank: Rank, host: str, key: str | None) -> FastAPI:
     app = FastAPI(title="ep_backend agent", dependencies=[Depends(needs_key(key))], docs_url=None, openapi_url=None)
+    require_own_name(app, host)
     app.add_middleware(Bounded, most=MOST_BYTES)
 
     @app.get("/status")
@@ -130,7 +131,11 @@ async def serve(listener: socket.socket, link: socket.socket) -> None:
     rank = Rank(link, hello["pid"])
     asyncio.get_running_loop().add_reader(link, rank.hear)
     config = uvicorn.Config(
-        make_app(rank, hello["key"]), log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+        make_app(rank, hello["host"], hello["key"]),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -55,6 +55,14 @@ def require_key(key: str | None, *, setting: str, host: str) -> None:
         raise ValueError(f"{setting}host={host} can be reached from other machines; set {setting}key, or use 127.0.0.1")
 
 
+def require_own_name(app: Any, host: str) -> None:
+    """On loopback, only requests that name this machine: a page from elsewhere must not reach it under a name of its own."""
+    from fastapi.middleware.trustedhost import TrustedHostMiddleware
+
+    if is_loopback(host):
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=["localhost", "127.0.0.1", "[::1]", url_host(host)])
+
+
 class Bounded:
     """An ASGI app before another one, which gets no request with a body of more bytes: frameworks read all of it, before they
     look at the key."""

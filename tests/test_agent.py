@@ -95,6 +95,14 @@ def test_a_key_is_asked_for(agent):
     assert status(one, Authorization="Bearer secret").status_code == 200
 
 
+def test_on_loopback_it_answers_to_names_of_this_machine_alone(agent):
+    """A page from elsewhere whose name leads here could flip ranks that want no key."""
+    one = agent(host="127.0.0.2")
+    for name, code in (("127.0.0.2", 200), ("localhost:1", 200), ("attacker.example", 400)):
+        url = f"http://127.0.0.2:{one.port}/status"
+        assert httpx.get(url, headers={"Host": name}, timeout=60).status_code == code
+
+
 def test_no_body_is_read_without_end(agent):
     sent = iter([b" " * (1 << 20), b" "])
     address = f"http://127.0.0.1:{agent(key='K').port}/flip/check"

@@ -68,9 +68,14 @@ class Flip:
     def prepare(self, token: int, mode: str) -> None:
         """Propose the change; FlipRefused if this rank cannot serve the mode, ValueError for a bad token or mode."""
         wish = self.require(mode)
+        _ = self.mode  # what the last dispatch agreed on is settled first
         with self._lock:
             if token == self._abandoned:
                 raise FlipRefused(f"token {token} was abandoned; propose another one")
+            if token == self._settled:  # ranks would take it for that agreement, and carry it for ever
+                raise FlipRefused(f"token {token} was the last one agreed on; propose another one")
+            if token == self._proposed and wish != self._offers[token]:  # which ranks may agree on before all hear of this
+                raise FlipRefused(f"token {token} proposes another mode already; propose another one")
             self._offers[token] = wish
             self._buffers()[0].propose(token)
             self._proposed = token

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import httpx
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 from pydantic import AfterValidator
 
@@ -22,7 +21,7 @@ from ep_backend.deployment.load import Loaded
 from ep_backend.deployment.problems import DeploymentError
 from ep_backend.deployment.state import RunState
 from ep_backend.files import MOST_BYTES
-from ep_backend.serving import Background, Bounded, is_loopback, needs_key, require_key, url_host
+from ep_backend.serving import Background, Bounded, needs_key, require_key, require_own_name
 from ep_backend.values import Positive
 
 PAGE = Path(__file__).with_name("page.html")
@@ -52,9 +51,7 @@ def start_service(loaded: Loaded, state: Callable[[], RunState], restart: Restar
 
 def make_app(controller: Controller, state: Callable[[], RunState], audit: Audit, host: str, key: str | None) -> FastAPI:
     app = FastAPI(title="ep_backend control service", version="1")
-    if is_loopback(host):
-        # A page from elsewhere must not reach this service under a name of its own.
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=["localhost", "127.0.0.1", "[::1]", url_host(host)])
+    require_own_name(app, host)
     app.add_middleware(Bounded, most=MOST_BYTES)
     _explain_errors(app)
 

@@ -1,5 +1,7 @@
 """What the engines' flags say about the tokens that a rank handles in one step."""
 
+from pydantic import JsonValue
+
 from ep_backend.deployment.resolve import topology
 from ep_backend.deployment.schema import Deployment, Engine, Role, RoleName, whole_number
 from ep_backend.modes import MODES, Family, Mode
@@ -71,10 +73,19 @@ def _default_batch(deployment: Deployment, role: Role) -> int:
 def tokens_a_sequence(role: Role) -> int:
     """Tokens that one running sequence dispatches in a decode step: more than one with speculative decoding."""
     if drafts := role.number("speculative-num-draft-tokens"):
-        return drafts
+        if role.arg("speculative-moe-a2a-backend") == "none":
+            return drafts
+        steps, several = role.number("speculative-num-steps"), bool(role.arg("enable-multi-layer-eagle"))
+        return max(drafts, draft_rows(role.number("speculative-eagle-topk"), steps, several))
     speculative = role.arg("speculative-config")
     held = {key.replace("-", "_"): value for key, value in speculative.items()} if isinstance(speculative, dict) else {}
     return 1 + (whole_number(held.get("num_speculative_tokens")) or role.number("spec-tokens") or 0)
+
+
+def draft_rows(eagle_topk: int | None, steps: int | None, several_layers: bool) -> int:
+    """Tokens of one sequence in a step of SGLang's draft model: its guesses side by side, and the window that a draft of
+    several layers looks back over."""
+    return max(eagle_topk or 1, 2 * (steps or 0) if several_layers else 0)
 
 
 def largest_bucket(role: Role) -> tuple[str, int]:
@@ -92,9 +103,9 @@ def largest_bucket(role: Role) -> tuple[str, int]:
     return "", 0
 
 
-def _largest(value: object) -> int:
-    numbers = value if isinstance(value, list) else [value]
-    return max((n for n in numbers if isinstance(n, int) and not isinstance(n, bool)), default=0)
+def _largest(value: JsonValue) -> int:
+    numbers = map(whole_number, value if isinstance(value, list) else [value])
+    return max((n for n in numbers if n is not None), default=0)
 
 
 def eager(role: Role) -> bool:

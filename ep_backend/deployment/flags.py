@@ -12,6 +12,9 @@ from ep_backend.deployment.schema import Deployment, Role, RoleName
 
 NAME = "ep_backend"
 TRANSFER, NIXL, EXTRA, LEASE = "kv-transfer-config", "NixlConnector", "kv_connector_extra_config", "kv_lease_duration"
+BALANCER = "eplb-config"
+COMPOSED = (TRANSFER, BALANCER)
+"""Flags whose JSON has keys of the file's and keys of the role's own args."""
 OWNED_TRANSFER = ("kv_connector", "kv_role", "kv_buffer_device")
 """Keys of --kv-transfer-config that the file decides; of EXTRA, LEASE."""
 
@@ -26,7 +29,7 @@ def engine_flags(deployment: Deployment, name: RoleName, role: Role, version: st
     `version`: of the engine; None: the newest that is known here.
     """
     own = _sglang(deployment, name, role, version) if role.engine == "sglang" else _vllm(deployment, name, role)
-    return {**own, **{flag: value for flag, value in role.flags.items() if flag != TRANSFER or TRANSFER not in own}}
+    return {**own, **{flag: value for flag, value in role.flags.items() if flag not in COMPOSED or flag not in own}}
 
 
 def _vllm(deployment: Deployment, name: RoleName, role: Role) -> Flags:
@@ -40,6 +43,10 @@ def _vllm(deployment: Deployment, name: RoleName, role: Role) -> Flags:
         flags["max-num-batched-tokens"] = batch_limit(deployment, name, role)
     if role.ep.overlap == "dbo":
         flags["enable-dbo"] = True
+    if role.ep.redundant_experts:
+        given = role.arg(BALANCER)
+        flags["enable-eplb"] = True  # without it vLLM makes no replicas
+        flags[BALANCER] = {"num_redundant_experts": role.ep.redundant_experts, **(given if isinstance(given, dict) else {})}
     if name != "unified":
         given = role.arg(TRANSFER)
         further = further_transfer(given) if isinstance(given, dict) else {}

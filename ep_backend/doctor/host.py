@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ep_backend.deployment.engines import installed
+from ep_backend.deployment.node import visible
 from ep_backend.fabric.nvshmem.images import IMAGES
 
 COMMAND_S = 10.0
@@ -166,16 +167,8 @@ class Host:
 
     def gpus(self) -> list[Gpu]:
         """Those of them that CUDA_VISIBLE_DEVICES lets a process see, in its order. Raises Unknown."""
-        every, chosen = self.all_gpus(), self.env.get("CUDA_VISIBLE_DEVICES")
-        if chosen is None:
-            return every
-        seen: list[Gpu] = []
-        for word in (word.strip() for word in chosen.split(",")):
-            found = next((gpu for gpu in every if _is(gpu, word)), None)
-            if found is None:
-                break  # as CUDA reads it: nothing after the first word that names no GPU
-            seen.append(found)
-        return seen
+        every = self.all_gpus()
+        return [every[index] for index in visible(self.env.get("CUDA_VISIBLE_DEVICES"), [[gpu.uuid] for gpu in every])]
 
 
 def matrix(text: str) -> dict[tuple[str, str], str]:
@@ -217,7 +210,3 @@ def _gpus(text: str) -> Iterator[Gpu]:
             )
         except ValueError:
             raise Unknown(f"nvidia-smi says {line[:60]!r}, which is not understood") from None
-
-
-def _is(gpu: Gpu, word: str) -> bool:
-    return word == str(gpu.index) or (word.startswith("GPU-") and gpu.uuid.startswith(word))

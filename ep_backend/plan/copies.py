@@ -33,17 +33,6 @@ class Copies:
     node_skew: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """Mean records a token sends to other nodes if duplicates are removed per expert (not at all), per GPU or per node."""
-
-    per_expert: float
-    per_gpu: float
-    per_node: float
-    nodes: float
-    """Distinct nodes of a token, its own among them."""
-
-
 def miss(total: int, own: int, picks: int) -> float:
     """Probability that no one of `picks` distinct experts out of `total` is one of `own`: C(total-own, K) / C(total, K)."""
     return comb(total - own, picks) / comb(total, picks)
@@ -92,39 +81,10 @@ def measured(counts: Sequence[Sequence[float]], top_k: int, ranks: int, nodes: i
         weights = np.asarray(row, dtype=np.float64)
         with np.errstate(divide="ignore"):
             scores = np.log(weights) + rng.gumbel(size=(SAMPLES, weights.size))
-        layers.append(_counted(pick(scores, top_k), weights.size, ranks, nodes))
+        best = np.argpartition(-scores, top_k - 1, axis=1)[:, :top_k]
+        layers.append(_counted(best, weights.size, ranks, nodes))
     means = np.mean([(c.gpus, c.nodes, c.gpu_skew, c.node_skew) for c in layers], axis=0)
     return Copies(top_k, *map(float, means))
-
-
-def pick(scores: NDArray[np.floating[Any]], top_k: int, groups: int = 1, top_groups: int = 1) -> NDArray[np.integer[Any]]:
-    """The `top_k` best experts of each row, inside the row's best groups; a group's score is the sum of its two best."""
-    import numpy as np
-
-    tokens, experts = scores.shape
-    if top_groups < groups:
-        grouped = scores.reshape(tokens, groups, experts // groups)
-        strength = np.sort(grouped, axis=2)[:, :, -2:].sum(axis=2)
-        keep = np.argpartition(-strength, top_groups - 1, axis=1)[:, :top_groups]
-        allowed = np.zeros((tokens, groups), dtype=bool)
-        np.put_along_axis(allowed, keep, True, axis=1)
-        scores = np.where(np.repeat(allowed, experts // groups, axis=1), scores, -np.inf)
-    return np.argpartition(-scores, top_k - 1, axis=1)[:, :top_k]
-
-
-def crossing(ids: NDArray[np.integer[Any]], experts: int, ranks: int, nodes: int, source_node: int = 0) -> Crossing:
-    """What the tokens of `ids` ([T, K] expert ids, all of one node) send to other nodes."""
-    tokens = len(ids)
-    hit_gpus, hit_nodes = (_hits(ids, experts // places, places) for places in (ranks, nodes))
-    hit_gpus[:, source_node * ranks // nodes : (source_node + 1) * ranks // nodes] = False
-    remote_nodes = hit_nodes.copy()
-    remote_nodes[:, source_node] = False
-    return Crossing(
-        float((ids // (experts // nodes) != source_node).sum() / tokens),
-        float(hit_gpus.sum() / tokens),
-        float(remote_nodes.sum() / tokens),
-        float(hit_nodes.sum() / tokens),
-    )
 
 
 def _counted(ids: NDArray[np.integer[Any]], experts: int, ranks: int, nodes: int) -> Copies:

@@ -5,6 +5,7 @@ SGLang checks none of this for a DeepEP-class backend: it fails at graph capture
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -39,12 +40,13 @@ class Arguments:
     deepep_dispatcher_output_dtype: str
     chunked_prefill_size: int | None
     max_prefill_tokens: int
+    enable_dynamic_chunking: bool
     enable_mixed_chunk: bool
     max_running_requests: int | None
     graph_max_bs: int
     """Largest batch of a decode graph, 0 without graphs."""
     draft_tokens: int
-    """Most tokens a request takes in a decode batch: 1 without speculative decoding."""
+    """Most tokens a request takes in a decode batch, also in one of a draft: 1 without speculative decoding."""
     moe_a2a_backend: str
     speculative_moe_a2a_backend: str | None
     elastic_ep_backend: str | None
@@ -117,6 +119,12 @@ def choose(a: Arguments) -> Choice:
             f"--deepep-dispatcher-output-dtype {a.deepep_dispatcher_output_dtype} must be one of {', '.join(taken)}: {why}; "
             "change the flag" + ("" if settings.fp8 else f", or fp8 in the settings ({SETTINGS_VARIABLE})")
         )
+    if a.pp_size > 1 and settings.agent_port is not None:
+        raise ValueError(
+            f"--pp-size {a.pp_size} makes an EP group of each stage, and a deployment's agents "
+            f"(agent_port={settings.agent_port}) are those of one group; use --pp-size 1, or remove agent_port from the "
+            f"settings ({SETTINGS_VARIABLE})"
+        )
     _require_layout(a)
     role = _role(a, settings)
     # With both families a mode is for batches of its own, as after a flip; the other's stay with auto.
@@ -163,6 +171,8 @@ def prefill_tokens(a: Arguments) -> int:
             f"--chunked-prefill-size {a.chunked_prefill_size} sets no limit to what a rank dispatches in one batch, "
             f"and {NAME}'s buffers have a fixed size; give it a number of tokens"
         )
+    if a.enable_dynamic_chunking and a.pp_size > 1:  # chunks grow up to the other limit, and are tried at 1.25 times their size
+        chunk = max(chunk, a.max_prefill_tokens, math.ceil(chunk * 1.25))
     if a.enable_mixed_chunk:
         chunk += decode_requests(a) * a.draft_tokens
     return -(-chunk // a.scatter)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ep_backend.deployment.batches import draft_rows
 from ep_backend.deployment.engines import SUPPORTED
 from server_plugins.sglang import NAME
 from server_plugins.sglang.choice import Arguments
@@ -274,9 +275,13 @@ def _graph_max_bs(view: Any) -> int:
 
 
 def _draft_tokens(view: Any) -> int:
+    """Of the target's verification, and of the draft's own steps, which take the target's backend unless told otherwise."""
     if not view.speculative_algorithm:
         return 1
-    bounds = (view.speculative_num_draft_tokens, getattr(view, "max_speculative_num_draft_tokens", None))
+    bounds = [view.speculative_num_draft_tokens, getattr(view, "max_speculative_num_draft_tokens", None)]
+    if view.speculative_moe_a2a_backend != "none":
+        several = getattr(view, "enable_multi_layer_eagle", False)
+        bounds.append(draft_rows(view.speculative_eagle_topk, view.speculative_num_steps, several))
     return max((bound for bound in bounds if bound), default=1)
 
 

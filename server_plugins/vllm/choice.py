@@ -94,6 +94,11 @@ def choose(config: Any) -> Choice:
     compat.require_version()
     parallel, settings = config.parallel_config, load_settings()
     _require_parallelism(parallel)
+    if (stages := parallel.pipeline_parallel_size) > 1 and settings.agent_port is not None:
+        raise ValueError(
+            f"--pipeline-parallel-size {stages} makes an EP group of each stage, and a deployment's agents "
+            f"(agent_port={settings.agent_port}) are those of one group; use 1, or remove agent_port from the settings"
+        )
     if config.lora_config is not None:
         raise ValueError(f"{FLAG} does not serve LoRA adapters; remove --enable-lora, or choose another backend")
     if config.model_config is not None:

@@ -119,7 +119,12 @@ class EpManager(All2AllManagerBase):
         return next((reason for buffer in self.buffers if (reason := buffer.failure())), None)
 
     def set_num_sms(self, num_sms: int) -> None:
-        self.sms = num_sms
+        """The limit in a step of two micro-batches; behind it vLLM gives all there are, and the settings' own holds again."""
+        own = self.choice.settings.sms
+        if num_sms >= _multiprocessors():
+            self.sms = own
+        else:
+            self.sms = num_sms if own is None else min(num_sms, own)
 
     def destroy(self) -> None:
         self._watchdog.stop()
@@ -168,6 +173,10 @@ class EpManager(All2AllManagerBase):
             **{"sms": self.sms, "fallbacks": dict(self._fallbacks), "estimates": estimates},
             "graphs": self.graphs.state(),
         }
+
+
+def _multiprocessors() -> int:
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
 
 
 def _show_core_log() -> None:

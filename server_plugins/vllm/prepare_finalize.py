@@ -298,6 +298,8 @@ def _quantised(sent: Dispatched, quant_config: Any, defer: bool) -> tuple[torch.
     rows, scales = sent.rows, sent.scales
     if scales is not None or defer or quant_config.quant_dtype is None or not rows.numel():
         return rows, scales
+    if quant_config.is_per_tensor and quant_config.a1_scale is None:
+        _clear_unreceived(sent)  # the one scale is the largest value's, whatever lay in this memory before
     flat, scales = moe_kernel_quantize_input(
         rows.flatten(0, -2),
         quant_config.a1_scale,
@@ -306,6 +308,14 @@ def _quantised(sent: Dispatched, quant_config: Any, defer: bool) -> tuple[torch.
         quant_config.block_shape,
     )
     return flat.view(rows.shape), scales
+
+
+def _clear_unreceived(sent: Dispatched) -> None:
+    if sent.topk_ids is None:
+        received = torch.arange(sent.rows.shape[1], device=sent.rows.device) < sent.counts[:, None]
+    else:
+        received = (sent.topk_ids >= 0).any(1)
+    sent.rows.masked_fill_(~received.unsqueeze(-1), 0)
 
 
 def _is_fp8_block128(quant_config: Any) -> bool:

@@ -24,6 +24,7 @@ CONFIG = {
     **{"moe_intermediate_size": 64, "num_attention_heads": 4},
 }
 KEY = "correct horse"
+NOBODY = "http://127.0.0.1:9"
 FILE = """\
 name: test
 topology: {device: cpu}
@@ -64,13 +65,14 @@ class Service:
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
-    """``service(prefill=instance, decode=instance)``; a role without one has agents that nobody answers for."""
+    """``service(prefill=instance, decode=instance)``; a role without one has agents that nobody answers for. ``url``: where
+    clients ask."""
     with ExitStack() as stack:
-        yield lambda file=FILE, **roles: stack.enter_context(_running(tmp_path, file, roles))
+        yield lambda file=FILE, url=NOBODY, **roles: stack.enter_context(_running(tmp_path, file, url, roles))
 
 
 @contextmanager
-def _running(folder: Path, text: str, roles: dict[str, Instance]) -> Iterator[Service]:
+def _running(folder: Path, text: str, url: str, roles: dict[str, Instance]) -> Iterator[Service]:
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
     file = folder / "deployment.yaml"
@@ -78,12 +80,12 @@ def _running(folder: Path, text: str, roles: dict[str, Instance]) -> Iterator[Se
     loaded = load(file)
     instances = []
     for name, _ in loaded.deployment.roles.items():
-        found = roles.get(name, Instance(["http://127.0.0.1:9/"], "http://127.0.0.1:9"))
+        found = roles.get(name, Instance([f"{NOBODY}/"], NOBODY))
         place = {"log": folder / "log", "agents": found.agents, "url": found.url, "pid": 1, "start_ticks": 1}
         instances.append(InstanceState(name=name, role=name, **place))
     state = RunState(
         **{"name": "test", "pid": 1, "start_ticks": 1, "phase": "ready", "started_at": 0.0},
-        **{"url": "http://127.0.0.1:9", "served_name": "model", "instances": instances},
+        **{"url": url, "served_name": "model", "instances": instances},
     )
     restarted: list[tuple[RoleName, Deployment]] = []
 

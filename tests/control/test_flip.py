@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.control.conftest import FILE, Service
+from tests.control.conftest import FILE, NOBODY, Service
 from tests.control.instance import Instance, Step, instance
 
 StartService = Callable[..., Service]
@@ -73,6 +73,20 @@ def test_an_idle_instance_is_made_to_step(ranks: Any, service: StartService, tmp
         assert control.role("decode")["mode_executed"] == "low_latency"
         assert control.flip("decode", "auto").json()["outcome"] == "unchanged"
     assert [mode for _, mode in changes(assert_same_steps(ran))] == ["hybrid", "low_latency"]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_idle_pair_of_sglang_is_made_to_step_by_its_router(
+    ranks: Any, service: StartService, tmp_path: Path, role: str
+) -> None:
+    """Its instances refuse prompts that no router has brought together."""
+    eager = "engine: sglang\n    args: {cuda-graph-backend-decode: disabled, chunked-prefill-size: 4096}\n    data_parallel: 2"
+    file = IMPATIENT.replace("data_parallel: 2", eager).replace("device: cpu", "device: cuda")
+    first, second = PAIRS[role]
+    with instance(ranks(2), role, first, tmp_path / "stop", busy=False) as ran:
+        control = service(file, ran.url, **{role: Instance(ran.agents, NOBODY)})
+        answer = control.flip(role, second)
+        assert answer.status_code == 200 and answer.json()["outcome"] == "applied", answer.text
 
 
 def test_a_rank_that_cannot_prepare_keeps_all_in_the_old_mode(ranks: Any, service: StartService, tmp_path: Path) -> None:
@@ -146,7 +160,7 @@ def test_a_stopped_rank_fails_the_flip_in_time_and_changes_nothing(ranks: Any, s
 
 def test_without_steps_the_flip_is_abandoned(ranks: Any, service: StartService, tmp_path: Path) -> None:
     with instance(ranks(2), "prefill", "direct", tmp_path / "stop", busy=False) as ran:
-        control = service(IMPATIENT, prefill=Instance(ran.agents, "http://127.0.0.1:9"))
+        control = service(IMPATIENT, prefill=Instance(ran.agents, NOBODY))
         answer = control.flip("prefill", "normal")
         assert answer.status_code == 504
         for rank in (0, 1):
@@ -162,14 +176,14 @@ def test_a_flip_after_an_abandoned_one_has_another_token(
     """Ranks refuse the token that was withdrawn last, for it may come late; drawn at random, it came back now and then."""
     monkeypatch.setattr(random, "sample", lambda population, count: population[:count])
     with instance(ranks(2), "prefill", "direct", tmp_path / "stop", busy=False) as ran:
-        control = service(IMPATIENT, prefill=Instance(ran.agents, "http://127.0.0.1:9"))
+        control = service(IMPATIENT, prefill=Instance(ran.agents, NOBODY))
         for _ in range(2):
             assert "made no dispatch that all ranks proposed normal in" in control.flip("prefill", "normal").text
 
 
 def test_one_change_at_a_time(ranks: Any, service: StartService, tmp_path: Path) -> None:
     with instance(ranks(2), "prefill", "direct", tmp_path / "stop", busy=False) as ran, ThreadPoolExecutor(1) as thread:
-        control = service(IMPATIENT, prefill=Instance(ran.agents, "http://127.0.0.1:9"))
+        control = service(IMPATIENT, prefill=Instance(ran.agents, NOBODY))
         slow = thread.submit(control.flip, "prefill", "normal")
         deadline = time.monotonic() + 10
         while not (pending := control.role("prefill")["pending"]):

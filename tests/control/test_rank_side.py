@@ -98,6 +98,18 @@ def test_a_token_may_come_again_later(flip: Flip, carrier: Carrier) -> None:
     assert flip.state()["flips"] == 3
 
 
+def test_a_token_in_use_stands_for_no_other_change(flip: Flip, carrier: Carrier) -> None:
+    """Some ranks would agree on the one mode, others on the other."""
+    flip.prepare(7, "normal")
+    with pytest.raises(FlipRefused, match="token 7 proposes another mode already; propose another one"):
+        flip.prepare(7, "auto")
+    flip.prepare(7, "normal")
+    carrier.dispatch(agreed=7)
+    with pytest.raises(FlipRefused, match="token 7 was the last one agreed on; propose another one"):
+        flip.prepare(7, "auto")
+    assert flip.mode == Mode.NORMAL and carrier.proposed == 0
+
+
 def test_what_cannot_be_prepared_is_not_proposed(flip: Flip, carrier: Carrier) -> None:
     with pytest.raises(FlipRefused, match="mode low_latency does not serve role prefill"):
         flip.prepare(7, "low_latency")

@@ -227,3 +227,28 @@ def repeated(world: World) -> None:
 
 def test_deterministic_order_and_bits(ranks: Any, fabric: str) -> None:
     ranks(2 if fabric == "emulated" else 4, fabric).run(repeated)
+
+
+def withdrawing(world: World) -> list[int]:
+    """What the last dispatch agreed on, after rank 0 alone has taken its proposal back, and after the dispatch that follows."""
+    found = []
+    with world.make(timeout_s=20.0) as buffer:
+        for token in (5, 7):
+            buffer.propose(token)
+            for hook in (False, True):
+                rounds = Round(world, buffer, oracle.make_case(0, [2] * world.size), "low_latency", hook=hook)
+                rounds.dispatch()
+                if hook and world.rank == 0:
+                    buffer.propose(0)
+                rounds.receive()
+                rounds.combine()
+                rounds.collect()
+                found.append(buffer.agreed())
+            for _ in range(2):
+                Round(world, buffer, oracle.make_case(0, [2] * world.size), "low_latency").run()
+                found.append(buffer.agreed())
+    return found
+
+
+def test_ranks_see_an_agreement_although_one_withdrew_at_once(ranks: Any, fabric: str) -> None:
+    assert ranks(2, fabric).run(withdrawing) == [[5, 5, 0, 0, 7, 7, 0, 0]] * 2

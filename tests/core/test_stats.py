@@ -13,10 +13,11 @@ import torch
 
 from ep_backend import layout
 from ep_backend.layout import Payload
-from ep_backend.plan.copies import crossing, group_limited, pick
+from ep_backend.plan.copies import group_limited
 from tests.core import oracle
 from tests.core.pool import World, modes
 from tests.core.rounds import Round
+from tests.plan.simulation import crossing, pick
 
 TOPOLOGIES = [(1, 1), (4, 4), (4, 2), (6, 2), (8, 4), (8, 2), (3, 1)]
 

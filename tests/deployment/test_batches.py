@@ -60,6 +60,8 @@ def test_decode_of_sglang_is_bounded_by_requests_and_graphs() -> None:
     assert sglang() == 512
     assert sglang(**{"max-running-requests": 1024, "chunked-prefill-size": 65536}) == 128
     assert sglang(**{"max-running-requests": 1024, "cuda-graph-max-bs-decode": 160}) == 160
+    assert sglang(**{"max-running-requests": "1024", "cuda-graph-max-bs-decode": "160"}) == 160
+    assert sglang(**{"max-running-requests": 1024, "cuda-graph-bs-decode": ["128", "160"]}) == 160
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,23 @@ def test_the_engine_is_told_the_number_that_its_buffer_is_made_for(
 
 
 @pytest.mark.parametrize(
+    ("args", "balancer"),
+    [
+        ({}, {"num_redundant_experts": 8}),
+        ({"eplb-config": {"window_size": 100}}, {"num_redundant_experts": 8, "window_size": 100}),
+        ({"eplb-config.num_redundant_experts": 8}, {"num_redundant_experts": 8}),
+    ],
+)
+def test_vllm_makes_the_replicas_that_the_file_counts(args: dict[str, object], balancer: dict[str, object]) -> None:
+    made = deployment("vllm", {}, **args)
+    role = made.roles.decode
+    assert role is not None and "enable-eplb" not in engine_flags(made, "decode", role)
+    more = role.model_copy(update={"ep": role.ep.model_copy(update={"redundant_experts": 8})})
+    found = engine_flags(made, "decode", more)
+    assert found["enable-eplb"] is True and found["eplb-config"] == balancer
+
+
+@pytest.mark.parametrize(
     "args",
     [
         {"speculative-config": {"method": "mtp", "num_speculative_tokens": 2}},
@@ -91,3 +110,18 @@ def test_the_engine_is_told_the_number_that_its_buffer_is_made_for(
 def test_drafts_are_counted_however_vllm_is_told(args: dict[str, object]) -> None:
     assert tokens_a_sequence(Role.model_validate({"data_parallel": 8, "args": args})) == 3
     assert tokens_a_sequence(Role(data_parallel=8)) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "each"),
+    [
+        ({}, 4),
+        ({"speculative-eagle-topk": 8}, 8),
+        ({"speculative-eagle-topk": 8, "speculative-moe-a2a-backend": "none"}, 4),
+        ({"enable-multi-layer-eagle": True}, 6),
+    ],
+)
+def test_sglangs_draft_takes_tokens_of_its_own(more: dict[str, object], each: int) -> None:
+    args = {"speculative-num-draft-tokens": 4, "speculative-num-steps": 3, "speculative-eagle-topk": 1, **more}
+    role = Role.model_validate({"engine": "sglang", "data_parallel": 8, "args": args})
+    assert tokens_a_sequence(role) == each

@@ -452,3 +452,5 @@ def test_visible_devices_of_any_form(tree: Tree) -> None:
     assert seen("GPU-20000000,0") == [2, 0]
     assert seen("0,9,1") == [0]
     assert seen("") == seen("-1") == []
+    assert seen("01") == [1]
+    assert seen("0,0") == seen("GPU-20000000,2") == [], "CUDA shows none where one is named twice"

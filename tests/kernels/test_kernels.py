@@ -6,11 +6,16 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from ep_backend.fabric.nvshmem import device
+from ep_backend.fabric.nvshmem import world as nvshmem_world
 from ep_backend.routing import KINDS
 from ep_backend.watchdog import EXIT_CODE, Watchdog
 from tests.core import oracle
@@ -184,7 +189,9 @@ def test_per_expert_form(ranks: Any, kernels: str, size: int) -> None:
 class Captured:
     """One captured round of one mode; its inputs can be changed."""
 
-    def __init__(self, world: World, buffer: Any, mode: str, tokens: int, lane: int) -> None:
+    def __init__(
+        self, world: World, buffer: Any, mode: str, tokens: int, lane: int, meanwhile: Callable[[], object] = int
+    ) -> None:
         self.world, self.mode = world, mode
         hidden, top_k, device = 256, 4, world.device
         self.x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device)
@@ -194,6 +201,7 @@ class Captured:
         with graph(world) as self.graph:
             self.got = buffer.dispatch(self.x, self.ids, self.weights, mode=mode, lane=lane, host_counts=False)
             self.y = self.got.rows
+            meanwhile()
             if mode == "direct":
                 self.y = torch.empty_like(self.got.rows)
                 self.graph.call(self.weigh)
@@ -246,6 +254,48 @@ def replays(world: World, count: int) -> int:
 @pytest.mark.parametrize("size,count", [(2, 240), (4, 60)])
 def test_graphs_replay_with_new_routing_between_eager_rounds(ranks: Any, kernels: str, size: int, count: int) -> None:
     assert ranks(size, kernels).run(replays, count, timeout=200) == [count] * size
+
+
+def reported_in_a_capture(world: World) -> list[Any]:
+    """Another thread reads the counters while this one captures, as an agent that is asked for its status does, and a
+    proposal is on its way."""
+    with world.make() as buffer, ThreadPoolExecutor(1) as agent:
+        seen: list[Any] = []
+        buffer.propose(5)
+
+        def meanwhile() -> None:
+            seen.append(agent.submit(buffer.stats).result(30)["failed"])
+            agent.submit(buffer.agreed).result(30)
+            seen.append(buffer.agreed())
+
+        captured = Captured(world, buffer, "low_latency", 8, 0, meanwhile)
+        captured.replay(0, [3] * world.size)
+        world.settle()
+        return [*seen, buffer.agreed()]
+
+
+def test_a_status_leaves_a_capture_whole(ranks: Any, kernels: str) -> None:
+    assert ranks(2, kernels).run(reported_in_a_capture) == [[None, 0, 5]] * 2
+
+
+def test_a_thread_that_reads_counters_lets_others_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its reads only; CUDA's default is that a wait in any thread breaks a capture."""
+    modes = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL="local")
+    exchanged = ["global"]
+
+    def exchange(mode: str) -> tuple[int, str]:
+        exchanged.append(mode)
+        return 0, exchanged[-2]
+
+    class Counters:
+        def tolist(self) -> list[str]:
+            return [exchanged[-1]]
+
+    fake = SimpleNamespace(CUstreamCaptureMode=modes, cuThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr(nvshmem_world, "driver", lambda: fake)
+    gpu = device.Gpu.__new__(device.Gpu)
+    assert gpu.read(Counters()) == ["local"]  # type: ignore[arg-type]
+    assert exchanged == ["global", "local", "global"]
 
 
 def stalled_replay(world: World) -> tuple[list[int], float, str | None]:

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ep_backend.modes import Mode
-from ep_backend.plan.copies import Copies, crossing, exactly, group_limited, measured, pick, uniform
+from ep_backend.plan.copies import Copies, exactly, group_limited, measured, uniform
 from ep_backend.plan.cost import traffic
+from tests.plan.simulation import Crossing, crossing, pick
 
 SAMPLED = 20_000
 
@@ -72,14 +73,11 @@ def test_the_published_routing_simulation() -> None:
     free = crossing(pick(scores, 8), 256, 64, 8)
     limited = crossing(pick(scores, 8, groups=8, top_groups=4), 256, 64, 8)
 
-    def rounded(c: object) -> tuple[float, ...]:
-        return tuple(round(getattr(c, name), 2) for name in ("per_expert", "per_gpu", "per_node", "nodes"))
+    assert [round(copies, 2) for copies in free] == [6.77, 6.5, 4.51, 5.28]
+    assert [round(copies, 2) for copies in limited] == [6.7, 6.26, 3.36, 3.97]
 
-    assert rounded(free) == (6.77, 6.5, 4.51, 5.28)
-    assert rounded(limited) == (6.7, 6.26, 3.36, 3.97)
-
-    def milliseconds(c: object) -> list[float]:
-        return [round(getattr(c, n) * 4096 * (7168 + 224) / 50e6, 2) for n in ("per_expert", "per_gpu", "per_node")]
+    def milliseconds(copies: Crossing) -> list[float]:
+        return [round(each * 4096 * (7168 + 224) / 50e6, 2) for each in copies[:3]]
 
     assert milliseconds(free) == pytest.approx([4.10, 3.93, 2.73], abs=0.0051)
     assert milliseconds(limited) == pytest.approx([4.05, 3.79, 2.03], abs=0.0051)

@@ -180,6 +180,26 @@ def test_speculative_decoding_multiplies_the_tokens_of_a_request(resolve):
     assert plan.tokens[Family.DECODE] == plan.capacity[Mode.LOW_LATENCY] > GRAPH // 4
 
 
+@pytest.mark.parametrize(
+    ("flags", "each"),
+    [
+        (["--speculative-eagle-topk", "8"], 8),  # rows that the draft tries side by side
+        (["--speculative-eagle-topk", "8", "--speculative-moe-a2a-backend", "none"], 4),
+        (["--enable-multi-layer-eagle"], 6),  # a draft of several layers looks back over its steps
+    ],
+)
+def test_a_draft_takes_tokens_of_its_own(resolve, flags, each):
+    bounds = ["--max-running-requests", "64", "--cuda-graph-max-bs-decode", "16"]
+    assert plan_of(resolve(*EAGLE, *flags, *bounds)).tokens[Family.DECODE] == 16 * each
+
+
+def test_chunks_that_grow_count_as_large_as_they_get(resolve):
+    flags = ["--pp-size", "2", "--chunked-prefill-size", "4000", "--enable-dynamic-chunking", "--max-prefill-tokens"]
+    assert plan_of(resolve(*flags, "900")).tokens[Family.PREFILL] == 1250
+    assert plan_of(resolve(*flags, "2000")).tokens[Family.PREFILL] == 2000
+    assert plan_of(resolve(*flags[2:4])).tokens[Family.PREFILL] == 1000
+
+
 def test_tokens_of_an_attention_group_are_spread_over_its_ranks(resolve):
     plan = plan_of(resolve("--attn-dp-size", "2"))
     assert plan.tokens == {Family.PREFILL: 4096 // 2 // 2, Family.DECODE: GRAPH // 2}
@@ -232,6 +252,11 @@ REFUSED = [
     ),
     (["--device", "cpu", "--attn-dp-size", "2"], {}, r"--attn-dp-size 2 with --tp-size 4: on a CPU .* use --attn-dp-size 4"),
     ([], {"gpus_per_node": 3}, r"gpus_per_node=3 does not divide --tp-size 4; set gpus_per_node to a divisor"),
+    (
+        ["--pp-size", "2"],
+        {"agent_port": 9000},
+        r"--pp-size 2 makes an EP group of each stage.*\(agent_port=9000\).* use --pp-size 1, or remove agent_port",
+    ),
     (["--elastic-ep-backend", "mooncake"], {}, r"--elastic-ep-backend mooncake resizes .* drop the flag"),
     (["--enable-single-batch-overlap"], {}, r"reads no signals of theirs \(on SM90 .*drop it, or use --enable-two-batch"),
     ([], {"layout": "masked"}, r"layout=masked is for vLLM; SGLang's layout follows from each batch: remove it"),

@@ -236,6 +236,11 @@ REFUSED = [
     ),
     ({}, {"gpus_per_node": 3}, "gpus_per_node=3 does not divide the 2 ranks"),
     (
+        {"pipeline_parallel_size": 2},
+        {"agent_port": 9000},
+        r"--pipeline-parallel-size 2 makes an EP group of each stage.*\(agent_port=9000\).* use 1, or remove agent_port",
+    ),
+    (
         {},
         {"mode": "direct", "max_tokens": {"direct": 64}},
         "less than the 2048 tokens .* raise max_tokens to 2048, or lower --max-num-batched-tokens to 64",
@@ -455,3 +460,17 @@ class TestMoeHooks:
         _, oracle, mk, _ = moe(Layout.MASKED)
         assert oracle.backend_to_kernel_cls(oracle.UnquantizedMoeBackend.CPU)[-1] is CPUBatchedExperts
         assert CPUBatchedExperts.activation_format() == mk.FusedMoEActivationFormat.BatchedExperts
+
+
+@pytest.mark.parametrize(("own", "within", "behind"), [(None, 20, None), (12, 12, 12), (40, 20, 40)])
+def test_the_limit_of_sms_of_a_step_of_micro_batches_ends_with_it(monkeypatch, own, within, behind):
+    import server_plugins.vllm.manager as adapter
+
+    monkeypatch.setattr(adapter, "_multiprocessors", lambda: 132)
+    manager = adapter.EpManager.__new__(adapter.EpManager)
+    manager.choice = SimpleNamespace(settings=Settings(sms=own))
+    seen = []
+    for limit in (20, 132, 20):  # as SMControlContextManager gives them on entering and leaving
+        manager.set_num_sms(limit)
+        seen.append(manager.sms)
+    assert seen == [within, behind, within]

@@ -215,6 +215,41 @@ def test_block_quantised_experts_get_fp8_rows(ranks, mode, layout, fp8, tokens):
         assert seen == {"rows": torch.float8_e4m3fn, "scales": True, "payloads": ["FP8" if fp8 else "BF16"]}
 
 
+def scale_of_all_rows(world: World, mode: str, layout: str | None) -> tuple[float, float]:
+    """What per-tensor quantisation made of what was received, and what the largest value received asks for."""
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+
+    import server_plugins.vllm.prepare_finalize as adapter
+    from tests.server_plugins.layers import Batch, Layer, finish
+
+    def quantise(a: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = a.float().abs().amax() / 448
+        return (a.float() / scale).to(torch.float8_e4m3fn), scale.reshape(1)
+
+    config = FusedMoEQuantConfig.make(torch.float8_e4m3fn)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Layer(world, settings(mode, layout), dtype=torch.bfloat16, quant_config=config) as layer,
+    ):
+        patch.setattr(adapter, "moe_kernel_quantize_input", quantise)
+        batches = [Batch.make(rank, 3 + rank, torch.bfloat16) for rank in range(world.size)]
+        torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+        try:
+            rows, scales, _, _, _ = finish(layer.prepare(batches[world.rank]))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        finish(layer.finalize(batches[world.rank], torch.zeros(rows.shape, dtype=torch.bfloat16)))
+        mine = [(b.ids >= 0) & (b.ids // len(layer.experts) == world.rank) for b in batches]
+        largest = max(float(b.x[here.any(1)].abs().max()) for b, here in zip(batches, mine, strict=True))
+        return float(scales.flatten()[0]), largest / 448
+
+
+@every_form
+def test_one_scale_for_all_rows_is_that_of_received_ones(ranks, mode, layout):
+    for scale, wanted in ranks(2).run(scale_of_all_rows, mode, layout, timeout=TIMEOUT_S):
+        assert scale == pytest.approx(wanted)
+
+
 def accelerator_ids(world: World) -> None:
     import server_plugins.vllm.prepare_finalize as adapter
     from tests.server_plugins.layers import EXPERTS, Layer

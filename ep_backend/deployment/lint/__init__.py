@@ -11,6 +11,7 @@ from ep_backend.deployment.schema import Deployment
 # What the file alone decides, role by role.
 ROLE_RULES = (
     ranks.check_parallel,
+    ranks.check_stages,
     ranks.check_experts,
     modes.check_mode,
     modes.check_overlap,

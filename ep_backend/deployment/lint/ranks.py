@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
 from ep_backend.deployment.resolve import ModelUnknown, shape_of
-from ep_backend.deployment.schema import Deployment
+from ep_backend.deployment.schema import Deployment, whole_number
 
+STAGES = ("pipeline-parallel-size", "pp-size", "pp")
 CHECKPOINT = (
     "give a folder of this machine with a Hugging Face checkpoint, absolute or from this file's folder (`ep-backend checkpoint "
     "OUT` writes a small one), or a preset, with `source` where the nodes load it from elsewhere"
@@ -74,6 +75,12 @@ def check_parallel(view: RoleView) -> Iterator[Problem]:
             yield problem("EP112", at, f"gives {size} EP ranks, no multiple of an NVLink domain", "use whole domains")
 
 
+def check_stages(view: RoleView) -> Iterator[Problem]:
+    if (stages := view.role.number(*STAGES) or 1) > 1:
+        what = f"is {stages}, and each pipeline stage would be an EP group of its own"
+        yield problem("EP119", view.flag_place(*STAGES), what, "remove it; data_parallel spreads the experts over more ranks")
+
+
 def _crowded(view: RoleView) -> int:
     """The GPUs of a node, where the role's nodes have fewer than it has ranks; else 0."""
     gpus = view.machine.gpus_per_node or 0
@@ -104,6 +111,9 @@ def check_experts(view: RoleView) -> Iterator[Problem]:
     elif view.experts and spare > (most := view.experts * (size - 1)):
         what = f"is {spare}, but {size} ranks that each hold all {view.experts} experts have {most} replicas"
         yield problem("EP118", (*view.place, "ep", "redundant_experts"), what, f"use {most} or fewer")
+    elif spare and view.role.engine == "vllm" and view.deployment.topology.device == "cpu":
+        place = (*view.place, "ep", "redundant_experts")
+        yield problem("EP124", place, f"is {spare}, but vLLM makes replicas of experts on GPUs only", "remove it")
     given = _engine_redundancy(view)
     if given is not None and given != spare:
         yield problem(
@@ -117,4 +127,4 @@ def check_experts(view: RoleView) -> Iterator[Problem]:
 def _engine_redundancy(view: RoleView) -> int | None:
     config = view.role.arg("eplb-config")
     given = config.get("num_redundant_experts") if isinstance(config, dict) else view.role.arg("ep-num-redundant-experts")
-    return given if isinstance(given, int) else None
+    return whole_number(given)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
@@ -75,12 +77,30 @@ class Gpu:
 
     def finish_stream(self) -> None:
         """Wait for what the current stream was given."""
-        torch.cuda.current_stream(self.device).synchronize()
+        with _beside_captures():
+            torch.cuda.current_stream(self.device).synchronize()
 
     def finish(self) -> None:
         """Wait for everything; kernels end because their waits are bounded."""
         torch.cuda.synchronize(self.device)
 
+    def read(self, tensor: torch.Tensor) -> Any:
+        """A tensor's values as lists."""
+        with _beside_captures():
+            return tensor.tolist()
+
     def set_word(self, address: int) -> None:
         """Store 1 to a 64-bit word of device memory, whatever the current stream does."""
         world.driver().cuMemcpyAsync(address, self._one.data_ptr(), 8, self._side.cuda_stream)
+
+
+@contextmanager
+def _beside_captures() -> Iterator[None]:
+    """This thread may wait for the device while another one captures a graph, which by CUDA's default breaks the capture."""
+    driver = world.driver()
+    local = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    before = world.check(driver.cuThreadExchangeStreamCaptureMode(local))
+    try:
+        yield
+    finally:
+        world.check(driver.cuThreadExchangeStreamCaptureMode(before))

@@ -113,6 +113,8 @@ class NvshmemFabric:
         self._puts = torch.zeros((config.lanes, s.nodes * (layout.CHANNELS + 1)), dtype=torch.int64, device=self.device)
         self._reason: str | None = None
         self._proposal = 0
+        self._offers = self._withdrawn = 0  # proposals so far; those of which no dispatch can carry the token any more
+        self._dispatching: set[int] = set()  # lanes between the phases of a dispatch
         self._sides = [gpu.side() for _ in range(config.lanes)]
         self._own = [gpu.side() for _ in range(config.lanes)]
         self._launches = Launches(s, config.lanes, gpu.multiprocessors, config.deterministic)
@@ -201,6 +203,8 @@ class NvshmemFabric:
 
     def start_dispatch(self, call: Call) -> None:
         self._raise_failure()
+        self._note_withdrawal()
+        self._dispatching.add(call.lane)
         plan = self._plan(call)
         counted = self._count(call, plan) if call.mode is Mode.NORMAL else None
         outputs = plan.outputs
@@ -218,6 +222,7 @@ class NvshmemFabric:
         plan, counted, most = state.plan, state.counted, call.most_rows(self.shape.ranks)
         if call.split:
             self._launch("dispatch", call, plan, send=False, receive=True)
+        self._dispatching.discard(call.lane)
         if counted is not None:
             return plan.outputs.received(state.rows, state.beside, counted.counts, state.capacity, counted.rows, most)
         rows = self._await_rows(call) if plan.exact else None
@@ -332,14 +337,24 @@ class NvshmemFabric:
     @proposal.setter
     def proposal(self, token: int) -> None:
         self._proposal = token
+        self._offers += token != 0
         self._control[:1].fill_(token)
 
     @property
     def agreed(self) -> int:
-        if not self.proposal:  # nor can all ranks carry one
+        if self._withdrawn == self._offers or self.capturing():  # in a capture nothing runs that could agree
             return 0
         self._gpu.finish_stream()
         return int(self._seen[16])
+
+    def _note_withdrawal(self) -> None:
+        """A dispatch may carry a token that is withdrawn meanwhile. Only once the device knows too, and the dispatches before
+        this one are whole, no later one carries it."""
+        offers = self._offers
+        if self._withdrawn == offers or self._proposal or self._dispatching or self.capturing():
+            return
+        if not self._gpu.read(self._control)[0]:
+            self._withdrawn = offers
 
     def refuse(self, rounds: list[tuple[int, int]], reason: str, *, astray: bool = False) -> None:
         log.warning("rank %d refused a dispatch: %s", self.rank, reason)
@@ -362,11 +377,11 @@ class NvshmemFabric:
         return self._gpu.capturing()
 
     def executed(self) -> tuple[Mode | None, int]:
-        _, _, mode, epoch = self._control.tolist()
+        _, _, mode, epoch = self._gpu.read(self._control)
         return (list(Mode)[mode - 1] if mode else None), epoch
 
     def lane_rounds(self) -> list[int]:
-        return [epoch - 1 - refused for (epoch, *_), refused in zip(self._lanes.tolist(), self._refused, strict=True)]
+        return [epoch - 1 - refused for (epoch, *_), refused in zip(self._gpu.read(self._lanes), self._refused, strict=True)]
 
     def abort(self, reason: str) -> None:
         self._reason = self._reason or reason
@@ -421,7 +436,7 @@ class NvshmemFabric:
 
     def read_stats(self, stats: BufferStats) -> None:
         """Copy the device's counters; waits for the kernels before."""
-        s, values = self.shape, self._counters.tolist()
+        s, values = self.shape, self._gpu.read(self._counters)
         size = 4 * s.ranks + 8
         for mode in self.config.max_tokens:
             rows, scalars = values[size * mode.code :][: 4 * s.ranks], values[size * mode.code + 4 * s.ranks :][:8]
