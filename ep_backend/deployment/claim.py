@@ -56,7 +56,7 @@ def launches_in(folder: Path) -> set[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                output = Path(os.readlink(entry / "fd" / "1"))
+                output = Path(os.readlink(entry / "fd" / "1").removesuffix(" (deleted)"))
             except OSError:  # gone, or another user's
                 continue
             if output.parent == folder and output.suffix == ".log":

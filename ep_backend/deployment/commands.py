@@ -166,15 +166,17 @@ def _print_doubts(loaded: Loaded, console: Console) -> None:
 
 
 def down(name: str) -> bool:
-    """Stops a deployment, also one whose supervisor was killed, or whose state is garbage. False if none ran."""
+    """Stops a deployment, also one whose supervisor was killed, or whose state is garbage or gone. False if none ran."""
     folder = run_dir(name)
     try:
-        state = read_state(name)
+        state, readable = read_state(name), True
     except StateUnreadable:
+        state, readable = None, False
+    if state is None:
         supervisor, leaders, grace_s = claimant(folder), launches_in(folder), STOP_TIMEOUT_S
-    else:
-        if state is None:
+        if readable and supervisor is None and not leaders:
             return False
+    else:
         supervisor, grace_s = state.pid if _supervised(state) else None, state.stop_timeout_s
         # Of a launch whose first process is gone, others may be left; its number is free again only after them.
         leaders = {each.pid for each in state.instances if start_ticks(each.pid) in (each.start_ticks, None)}
@@ -196,6 +198,9 @@ def not_here(name: str) -> str:
 
 def running(name: str) -> RunState:
     state = read_state(name)
+    if state is None and (pid := claimant(run_dir(name))) is not None:
+        what = f"deployment {name} (process {pid}) has not started yet, or lost its {state_file(name)}"
+        raise NotRunning(f"{what}; try again, or stop it with `ep-backend down FILE`")
     if state is None:
         raise NotRunning(f"deployment {name} does not run ({not_here(name)}); start it with `ep-backend up FILE`")
     if state.phase == "failed":

@@ -5,6 +5,7 @@ import mmap
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -288,6 +289,21 @@ def test_down_cleans_up_where_the_state_is_garbage(workplace: Workplace, content
     assert_nothing_left(workplace, leaders)
     assert child.wait(60) == (-signal.SIGKILL if killed else 0)
     assert not state.exists()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_down_stops_what_has_lost_its_folder(workplace: Workplace, killed: bool) -> None:
+    child = start_foreground(workplace)
+    leaders, file = sessions(workplace), str(workplace.file)
+    if killed:
+        child.kill()
+        child.communicate(timeout=60)
+    shutil.rmtree(workplace.folder / ".ep")
+    code, output = workplace.run("status", file)
+    assert code == 1 and (killed or f"(process {child.pid}) has not started yet, or lost its" in output), output
+    assert workplace.run("down", file) == (0, f"{workplace.folder.name} is down\n")
+    assert_nothing_left(workplace, leaders)
+    assert child.wait(60) == (-signal.SIGKILL if killed else 0)
 
 
 def test_down_leaves_processes_that_only_have_the_numbers(workplace: Workplace) -> None:
