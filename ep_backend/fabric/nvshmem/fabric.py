@@ -95,6 +95,8 @@ class NvshmemFabric:
         self._supported(config)
         s = config.shape
         self._gpu = gpu = Gpu()
+        if gpu.capturing():
+            raise EpError("a buffer cannot be made while a CUDA graph is captured: it allocates; make it before")
         self.device = gpu.device
         self.config, self.shape, self.rank = config, s, meeting.rank
         self.allocated_bytes = layout.heap_bytes(s, config.lanes)
