@@ -11,6 +11,14 @@ if TYPE_CHECKING:
     from ep_backend.fabric.meeting import Meeting
 
 
+def require_supported(config: BufferConfig) -> None:
+    """ValueError for what the configuration's fabric cannot carry, before anything is made."""
+    if config.fabric == "nvshmem":
+        from ep_backend.fabric.nvshmem.fabric import require_supported as by_kernels
+
+        by_kernels(config)
+
+
 def make_fabric(name: str, config: BufferConfig, meeting: Meeting, faults: Faults | None) -> Fabric:
     """The fabric of that name, collectively made by all ranks of the meeting."""
     if name == "host":

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ep_backend.config import BufferConfig
+from ep_backend.fabric import require_supported
 from ep_backend.modes import Family, Mode
 from ep_backend.policy import AUTO, Role, decide, family_of, modes_of
 from ep_backend.settings import SETTINGS_VARIABLE, Settings, load_settings
@@ -206,7 +207,8 @@ def max_running_requests(plan: Plan, a: Arguments) -> int | None:
 
 def require_room(plan: Plan, hidden: int, num_experts: int, top_k: int, dtype: str, settings: Settings) -> None:
     """Apply the buffer's own rules to the model's shape, before weights are loaded."""
-    BufferConfig.make(plan.ranks, **buffer_arguments(plan, settings, hidden, num_experts, top_k, (payload_of(dtype, plan),)))
+    arguments = buffer_arguments(plan, settings, hidden, num_experts, top_k, (payload_of(dtype, plan),))
+    require_supported(BufferConfig.make(plan.ranks, **arguments))
 
 
 def buffer_arguments(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ep_backend.config import BufferConfig
+from ep_backend.fabric import require_supported
 from ep_backend.layout import SCALE_GROUP
 from ep_backend.modes import Family, Layout, Mode
 from ep_backend.policy import AUTO, Forward, Role, Situation, Wish, decide, family_of, modes_of
@@ -126,7 +127,7 @@ def require_room(choice: Choice, config: Any) -> None:
     ask = getattr(model, "get_num_experts_per_tok", None)  # not in 0.26
     top_k = ask() if ask else model.hf_text_config.num_experts_per_tok
     nodes = ranks // (choice.settings.gpus_per_node or ranks)
-    BufferConfig.make(
+    made = BufferConfig.make(
         ranks,
         **choice.buffer_arguments(
             model.get_hidden_size(),
@@ -136,6 +137,7 @@ def require_room(choice: Choice, config: Any) -> None:
             ("fp32",) if model.dtype == torch.float32 else ("bf16",),
         ),
     )
+    require_supported(made)
 
 
 def _require_parallelism(parallel: Any) -> None:

@@ -344,6 +344,23 @@ def test_a_capture_cannot_wait_for_counts(ranks: Any, kernels: str) -> None:
         assert outcome.kind == "error" and "host_counts=False" in outcome.message
 
 
+def made_in_a_capture(world: World) -> Outcome:
+    def capture() -> None:
+        with graph(world):
+            world.make()
+
+    refused = attempt(capture)
+    with world.make() as buffer:
+        Round(world, buffer, oracle.make_case(0, [2] * world.size), "direct").run()
+    return refused
+
+
+def test_a_buffer_cannot_be_made_in_a_capture(ranks: Any, kernels: str) -> None:
+    for refused in ranks(2, kernels).run(made_in_a_capture):
+        assert (refused.kind, refused.error) == ("error", "EpError")
+        assert "cannot be made while a CUDA graph is captured" in refused.message or "gave up" in refused.message
+
+
 def stalled(world: World, mode: str, form: str, absent: str) -> tuple[Outcome, float, str | None]:
     buffer = world.make(timeout_s=1.0, gpus_per_node=1, low_latency_form=form)
     Round(world, buffer, oracle.make_case(0, [3] * world.size), mode).run()

@@ -278,6 +278,11 @@ REFUSED = [
         r"--deepep-dispatcher-output-dtype fp8 must be one of auto, bf16: the settings say fp8=false; change the flag, or fp8",
     ),
     (["--dtype", "float16"], {}, r"--dtype float16 cannot be dispatched; use bfloat16"),
+    (
+        ["--tp-size", "64", "--attn-dp-size", "64", "--ep-num-redundant-experts", "48"],
+        {},
+        r"64 ranks; the peer kernels serve up to 32 of one NVLink domain; choose a smaller EP size",
+    ),
     (["--tp-size", "3", "--attn-dp-size", "3"], {}, r"num_experts=16 is not a multiple of the 3 ranks"),
     (
         DECODE,

@@ -267,6 +267,12 @@ def test_what_cannot_work_is_refused_before_loading(make, settings, flags, conte
         make(**flags)
 
 
+def test_more_ranks_than_the_kernels_serve_are_refused_before_loading(make, monkeypatch):
+    monkeypatch.setattr(choice, "fabric", lambda: "nvshmem")
+    with pytest.raises(ValueError, match="64 ranks; the peer kernels serve up to 32 of one NVLink domain"):
+        make(dtype="bfloat16", data_parallel_size=64, hf_overrides={"n_routed_experts": 64})
+
+
 def test_elastic_ep_is_refused(make):
     config = make()
     config.parallel_config.enable_elastic_ep = True

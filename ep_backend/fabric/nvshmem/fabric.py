@@ -87,14 +87,29 @@ class _State:
     y: torch.Tensor | None = None
 
 
+def require_supported(config: BufferConfig) -> None:
+    """ValueError for what the kernels cannot carry. Asks no device."""
+    if config.ranks > launch.MAX_RANKS:
+        raise ValueError(
+            f"{config.ranks} ranks; the peer kernels serve up to {launch.MAX_RANKS} of one NVLink domain; choose a smaller EP "
+            "size"
+        )
+    widest = max(config.shape.record_bytes, config.shape.combine_bytes)
+    rows = 3 if Mode.NORMAL in config.max_tokens else 2  # a sender's, a relay's and a receiver's
+    if widest * rows > STAGE_BYTES:
+        raise ValueError(f"hidden={config.hidden}: {rows} rows must fit {STAGE_BYTES} bytes of shared memory")
+
+
 class NvshmemFabric:
     """Kernels run on the current stream; every phase is one launch, and both phases of an operation are one if nothing
     comes between them."""
 
     def __init__(self, config: BufferConfig, meeting: Meeting) -> None:
-        self._supported(config)
+        require_supported(config)
         s = config.shape
         self._gpu = gpu = Gpu()
+        if gpu.capturing():
+            raise EpError("a buffer cannot be made while a CUDA graph is captured: it allocates; make it before")
         self.device = gpu.device
         self.config, self.shape, self.rank = config, s, meeting.rank
         self.allocated_bytes = layout.heap_bytes(s, config.lanes)
@@ -130,14 +145,6 @@ class NvshmemFabric:
         self._refusals = {lane: args for (lane, *_), args in self._args.items()}  # any of a lane's: they share its words
         self._refused = [0] * config.lanes
         self._plans: dict[tuple[object, ...], _Plan] = {}
-
-    def _supported(self, config: BufferConfig) -> None:
-        if config.ranks > launch.MAX_RANKS:
-            raise ValueError(f"{config.ranks} ranks; the peer kernels serve up to {launch.MAX_RANKS} of one NVLink domain")
-        widest = max(config.shape.record_bytes, config.shape.combine_bytes)
-        rows = 3 if Mode.NORMAL in config.max_tokens else 2  # a sender's, a relay's and a receiver's
-        if widest * rows > STAGE_BYTES:
-            raise ValueError(f"hidden={config.hidden}: {rows} rows must fit {STAGE_BYTES} bytes of shared memory")
 
     def _lane_args(self, lane: int, mode: Mode, form: Layout, payload: Payload, repeats: bool) -> Args:
         s, host, in_rings = self.shape, self._host.data_ptr(), mode is Mode.NORMAL
