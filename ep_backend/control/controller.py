@@ -234,9 +234,9 @@ class Controller:
         Again and again, for the change may come with the last batch of the kind that runs the mode.
         """
         body = {"model": self.running.model.served_name, "prompt": PROMPT, "max_tokens": STEPS, "ignore_eos": True}
-        state, engine = self._state(), dict(self.running.roles.items())[role].engine
+        state, traits = self._state(), dict(self.running.roles.items())[role].traits
         urls = [instance.url for instance in state.of(role) if instance.url]
-        if engine == "sglang" and role != "unified":  # one of a pair refuses what did not come by their router
+        if traits.bootstraps and role != "unified":
             urls = [state.url]
         limit = self.running.control.flip_timeout_s
         while urls:

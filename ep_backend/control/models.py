@@ -4,8 +4,9 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
+from ep_backend.deployment.engines.traits import Engine
 from ep_backend.deployment.rank_status import RankStatus
-from ep_backend.deployment.schema import Engine, ModeName, RoleName
+from ep_backend.deployment.schema import ModeName, RoleName
 from ep_backend.deployment.state import InstanceState, Phase
 
 Action = Literal["flip", "restart", "redeploy"]

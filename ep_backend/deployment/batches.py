@@ -2,8 +2,9 @@
 
 from pydantic import JsonValue
 
+from ep_backend.deployment.engines.traits import Engine
 from ep_backend.deployment.resolve import topology
-from ep_backend.deployment.schema import Deployment, Engine, Role, RoleName, whole_number
+from ep_backend.deployment.schema import Deployment, Role, RoleName, whole_number
 from ep_backend.modes import MODES, Family, Mode
 from ep_backend.plan.model import GIB
 

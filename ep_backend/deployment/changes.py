@@ -107,7 +107,7 @@ def _mode_change(deployment: Deployment, name: RoleName, role: Role, mode: str, 
         return "restart", "the buffer was not made for it, or it gives the experts another layout"
     touched = {role.ep.mode, mode} if serves_both_families(name, role.engine) else {started}
     if captures(deployment, name, role, touched):
-        if role.engine != "vllm":
+        if not role.traits.recaptures:
             return "restart", f"captured graphs replay their mode, and {role.engine} cannot capture anew while it runs"
         return "drain", "captured graphs replay their mode: pause, drop them, capture again, resume"
     return "hot", "the buffer serves both, and all ranks change at the same dispatch"

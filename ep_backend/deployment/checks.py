@@ -23,25 +23,29 @@ def check_startable(deployment: Deployment) -> list[Problem]:
 
 def check_restartable(deployment: Deployment) -> list[Problem]:
     """What a restart of roles asks of this machine, beside what runs already."""
-    return list(_check_sglang(deployment))
+    return [*_check_sglang(deployment), *_check_launches(deployment)]
 
 
 def _check_sglang(deployment: Deployment) -> Iterator[Problem]:
-    roles = [(name, role) for name, role in deployment.roles.items() if role.engine == "sglang"]
-    if roles:
-        try:
-            python, _ = interpreters.sglang()
-            has_router = deployment.roles.unified is not None or interpreters.has_sglang_router(python)
-        except interpreters.NoInterpreter as error:
-            yield Problem(("roles", roles[0][0], "engine"), f"is sglang, but {error}", error.fix, "EP013")
-            return
-        if not has_router:
-            what = f"are a pair of sglang, but {python} has no sglang_router to stand before it"
-            yield Problem(("roles",), what, f"{python} -m pip install sglang-router", "EP013")
-    for name, role in roles:
-        if role.nodes > 1:
+    names = [name for name, role in deployment.roles.items() if role.engine == "sglang"]
+    if not names:
+        return
+    try:
+        python, _ = interpreters.sglang()
+        has_router = deployment.roles.unified is not None or interpreters.has_sglang_router(python)
+    except interpreters.NoInterpreter as error:
+        yield Problem(("roles", names[0], "engine"), f"is sglang, but {error}", error.fix, "EP013")
+        return
+    if not has_router:
+        what = f"are a pair of sglang, but {python} has no sglang_router to stand before it"
+        yield Problem(("roles",), what, f"{python} -m pip install sglang-router", "EP013")
+
+
+def _check_launches(deployment: Deployment) -> Iterator[Problem]:
+    for name, role in deployment.roles.items():
+        if role.nodes > 1 and not role.traits.launches_share_a_machine:
             # In network namespaces, too: ranks that share /dev/shm meet on loopback.
-            what = f"is {role.nodes}, but launches of SGLang on one machine claim the same ports"
+            what = f"is {role.nodes}, but launches of {role.traits.title} on one machine claim the same ports"
             yield Problem(("roles", name, "nodes"), what, "use nodes: 1, and ep.gpus_per_node for virtual nodes", "EP013")
 
 

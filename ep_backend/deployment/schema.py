@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ep_backend.config import MAX_COUNT, TIMEOUT_S
+from ep_backend.deployment.engines.traits import TRAITS, Engine, Traits
 from ep_backend.deployment.presets import models, topologies
 from ep_backend.modes import MODES, Family, Mode
 from ep_backend.plan.calibration import calibrations
@@ -27,7 +28,6 @@ from ep_backend.values import HOST, KEY, NAME, Host, Key, Name, Port, Positive, 
 
 ModeName = Literal["auto", "normal", "direct", "low_latency", "hybrid"]
 RoleName = Literal["prefill", "decode", "unified"]
-Engine = Literal["vllm", "sglang"]
 TargetKind = Literal["local", "shell", "slurm", "lws", "disaggregatedset"]
 KUBERNETES: tuple[TargetKind, ...] = ("lws", "disaggregatedset")
 ENV_NAME, HCA = r"^[A-Za-z_][A-Za-z0-9_]*$", r"^[A-Za-z0-9_.-]+(:[1-9][0-9]*)?$"
@@ -221,11 +221,15 @@ class Role(Strict):
 
     @property
     def ep_size(self) -> int:
-        """Ranks. vLLM's tensor_parallel ranks are within a data-parallel one; SGLang's --tp-size counts all ranks."""
+        """Ranks."""
         tensor_parallel = self.number("tensor-parallel-size", "tp-size", "tp")
-        if self.engine == "sglang":
+        if self.traits.tensor_parallel_is_all:
             return tensor_parallel or self.data_parallel
         return self.data_parallel * (tensor_parallel or 1)
+
+    @property
+    def traits(self) -> Traits:
+        return TRAITS[self.engine]
 
 
 def _with_key(mapping: JsonValue | None, path: list[str], value: JsonValue) -> JsonValue:
@@ -381,4 +385,4 @@ def serves_both_families(name: RoleName, engine: Engine) -> bool:
 
     A mode is then of the batches of its family alone.
     """
-    return name == "unified" and engine == "sglang"
+    return name == "unified" and TRAITS[engine].both_families

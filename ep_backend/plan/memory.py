@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 from ep_backend.deployment.batches import tokens_a_sequence
 from ep_backend.deployment.buffers import buffer_config
+from ep_backend.deployment.engines.traits import FRACTION_FLAGS
 from ep_backend.deployment.resolve import group_of, topology
 from ep_backend.deployment.schema import Deployment, Role, RoleName, decimal
 from ep_backend.layout import COUNT_BITS
 from ep_backend.plan.model import GIB, ModelShape
 
-# The engines' defaults: vLLM's gpu_memory_utilization; SGLang chooses --mem-fraction-static by GPU, about this.
-FRACTION = {"vllm": 0.92, "sglang": 0.85}
-FRACTION_FLAGS = ("gpu-memory-utilization", "mem-fraction-static")
 # CUDA context, captured graphs and activations of a rank: a judgement, not a measurement.
 RESERVE_BYTES = 2 * GIB
 # Where neither --max-model-len nor --context-length is given.
@@ -63,7 +61,7 @@ def memory(deployment: Deployment, name: RoleName, role: Role, shape: ModelShape
         raise ValueError("the GPU's memory is not known; give topology.preset or topology.hbm")
     group = group_of(deployment, role)
     fractions = [decimal(role.arg(flag)) for flag in FRACTION_FLAGS]
-    fraction = next((f for f in fractions if f is not None), FRACTION[role.engine])
+    fraction = next((f for f in fractions if f is not None), role.traits.fraction)
     weights = shape.weight_bytes(group.ranks, group.tensor_parallel, role.ep.redundant_experts)
     kv_type = role.arg("kv-cache-dtype")
     element = 1 if isinstance(kv_type, str) and "fp8" in kv_type else shape.bytes_per_element

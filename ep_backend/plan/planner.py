@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ep_backend.deployment.batches import capacity, tokens_a_sequence
 from ep_backend.deployment.buffers import buffer_config, payload_of
+from ep_backend.deployment.engines.traits import FRACTION_FLAGS
 from ep_backend.deployment.resolve import (
     Group,
     ModelUnknown,
@@ -21,7 +22,7 @@ from ep_backend.modes import MODES, Family, Mode
 from ep_backend.plan.calibration import OPS, Calibration, Op, calibrations, read_counts, recalibrated
 from ep_backend.plan.copies import Copies, exactly, group_limited, measured, uniform
 from ep_backend.plan.cost import Cost, Links, Traffic, cost, sm_advice, traffic
-from ep_backend.plan.memory import ASSUMED_CONTEXT, FRACTION_FLAGS, RESERVE_BYTES, Memory, memory
+from ep_backend.plan.memory import ASSUMED_CONTEXT, RESERVE_BYTES, Memory, memory
 from ep_backend.plan.model import GIB, ModelShape
 from ep_backend.plan.result import MemoryPlan, ModePlan, Plan, RolePlan
 from ep_backend.policy import AUTO, Forward, Situation, decide

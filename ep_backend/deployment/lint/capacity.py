@@ -175,10 +175,9 @@ def check_memory(view: RoleView) -> Iterator[Problem]:
             f"leaves {need.gib(need.kv_bytes)} for KV, less than one sequence of {need.context} tokens",
             "lower the context length or max_tokens",
         )
-    flag = "gpu-memory-utilization" if view.role.engine == "vllm" else "mem-fraction-static"
     if need.fraction > HIGHEST_FRACTION:
         what = f"is {need.fraction}, above {HIGHEST_FRACTION}"
-        yield problem("EP122", view.flag_place(flag), what, f"use {HIGHEST_FRACTION} or less")
+        yield problem("EP122", view.flag_place(view.role.traits.fraction_flag), what, f"use {HIGHEST_FRACTION} or less")
 
 
 def check_measurements(deployment: Deployment, views: list[RoleView]) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ from pydantic import JsonValue
 
 from ep_backend.deployment.engines import NVSHMEM_BUILT, SUPPORTED, installed, number, replaced, table
 from ep_backend.deployment.engines.extract import Table
+from ep_backend.deployment.engines.traits import FRACTION_FLAGS
 from ep_backend.deployment.engines.values import SWITCH, TEXT
 from ep_backend.deployment.flags import TRANSFER, further_transfer
 from ep_backend.deployment.lint.values import refused, refused_inside
@@ -68,7 +69,6 @@ OTHER_BACKENDS = re.compile(
 MOST_NAMES = 6
 # Flags that the rules and the plan count with, of which no engine takes less than one.
 COUNTS = ("tensor-parallel-size", "tp-size", "tp", "max-num-seqs", "max-num-batched-tokens", "max-running-requests")
-FRACTIONS = ("gpu-memory-utilization", "mem-fraction-static")
 NVSHMEM_PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 
 
@@ -120,7 +120,7 @@ def check_values(view: RoleView) -> Iterator[Problem]:
             continue
         if isinstance(takes, list) and version not in (None, known.version):
             takes = TEXT
-        if flag in FRACTIONS and (share := decimal(value)) is not None and not 0 < share <= 1:
+        if flag in FRACTION_FLAGS and (share := decimal(value)) is not None and not 0 < share <= 1:
             what = f"is {in_yaml(value)}, must be a share of the GPU's memory, above 0 and at most 1"
             yield problem("EP309", (*view.place, "args", key), what, "write one such as 0.85")
         elif fault := refused(takes, value):
@@ -200,13 +200,13 @@ def _value_gone(known: Table, flag: str, value: JsonValue) -> str | None:
 
 
 def check_env(view: RoleView) -> Iterator[Problem]:
-    engine = view.role.engine
+    engine, traits = view.role.engine, view.role.traits
     known = table(engine, engine_version(view))
     old = replaced(engine)["env"]
     lists = {
         "EP_": set(OUR_ENV),
         "NVSHMEM_": set(table("nvshmem", None).env),
-        "VLLM_" if engine == "vllm" else "SGLANG_": set(known.env),
+        traits.variables: set(known.env),
     }
     for key in view.role.env:
         place = (*view.place, "env", key)
@@ -219,8 +219,8 @@ def check_env(view: RoleView) -> Iterator[Problem]:
             yield problem("EP321", place, f"is not read by {_name(known)}", f"write {old[key]}")
         elif names is not None and key not in names and key not in OWNED_ENV:
             fix = _suggest(key, names, "")
-            # SGLang reads some variables outside its registry, so only a near miss is a mistake there.
-            if fix or not key.startswith("SGLANG_"):
+            # Where the engine reads others than those, only a near miss is a mistake.
+            if fix or traits.registers_variables or not key.startswith(traits.variables):
                 yield problem("EP320", place, "is read by nothing here", fix or "remove it")
 
 

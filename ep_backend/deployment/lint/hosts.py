@@ -141,8 +141,8 @@ def check_agreement(deployment: Deployment, views: list[RoleView]) -> Iterator[P
         what = f"is {decode.role.engine}, but prefill runs {prefill.role.engine}"
         yield problem("EP504", (*decode.place, "engine"), what, "use one engine for both roles")
         return
-    if prefill.role.engine == "sglang" and deployment.topology.device == "cpu":
-        what = "is sglang, which moves KV blocks between GPUs only, but topology.device is cpu"
+    if not prefill.role.traits.cpu_pairs and deployment.topology.device == "cpu":
+        what = f"is {prefill.role.engine}, which moves KV blocks between GPUs only, but topology.device is cpu"
         yield problem("EP505", (*prefill.place, "engine"), what, "use a unified role, or vllm for both")
     for code, flag, default in AGREED:
         ours, theirs = (v.role.arg(flag) or default for v in (decode, prefill))

@@ -37,7 +37,7 @@ def check_mode(view: RoleView) -> Iterator[Problem]:
 
 
 def check_overlap(view: RoleView) -> Iterator[Problem]:
-    role, own = view.role, {"vllm": "dbo", "sglang": "tbo"}[view.role.engine]
+    role, own = view.role, view.role.traits.overlap
     if role.ep.overlap not in ("none", own):
         what = f"is {role.ep.overlap}, which {role.engine} does not have"
         yield problem("EP211", (*view.place, "ep", "overlap"), what, f"use {own}")
@@ -50,11 +50,11 @@ def check_overlap(view: RoleView) -> Iterator[Problem]:
 
 
 def check_layout(view: RoleView) -> Iterator[Problem]:
-    ep, place = view.role.ep, (*view.place, "ep", "layout")
+    ep, traits, place = view.role.ep, view.role.traits, (*view.place, "ep", "layout")
     if ep.layout is None:
         return
-    if view.role.engine == "sglang":
-        yield problem("EP214", place, f"is {ep.layout}, but SGLang's layout follows from the batch", "remove it")
+    if traits.both_families:
+        yield problem("EP214", place, f"is {ep.layout}, but {traits.title}'s layout follows from the batch", "remove it")
     elif ep.layout == "masked" and not any(mode.spec.family is Family.DECODE for mode in modes_of(view.name, ep.mode)):
         yield problem("EP214", place, "is masked, but the role runs the prefill family", "remove it")
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from ep_backend.deployment import interpreters
 from ep_backend.deployment.engines import installed
+from ep_backend.deployment.engines.traits import Engine
 from ep_backend.deployment.lint.view import RoleView, problem, views
 from ep_backend.deployment.problems import Problem
-from ep_backend.deployment.schema import Deployment, Engine
+from ep_backend.deployment.schema import Deployment
 from ep_backend.deployment.words import flag_words
 
 # Reads words from stdin and ends as the engine's own command line would.

@@ -52,11 +52,11 @@ def check_machines(deployment: Deployment, views: list[RoleView]) -> Iterator[Pr
 
 def check_parallel(view: RoleView) -> Iterator[Problem]:
     role, place, size = view.role, view.place, view.role.ep_size
-    if role.data_parallel == 1 and role.engine == "vllm":
+    if role.data_parallel == 1 and not role.traits.one_data_parallel_rank:
         yield problem(
             "EP116",
             (*place, "data_parallel"),
-            "is 1, must be above 1: with tensor parallelism alone vLLM calls no all-to-all backend",
+            f"is 1, must be above 1: with tensor parallelism alone {role.traits.title} calls no all-to-all backend",
             _parallel_fix(view),
         )
     if gpus := _crowded(view):
@@ -98,7 +98,7 @@ def _parallel_fix(view: RoleView) -> str:
 
 
 def check_experts(view: RoleView) -> Iterator[Problem]:
-    size, spare = view.role.ep_size, view.role.ep.redundant_experts
+    size, spare, traits = view.role.ep_size, view.role.ep.redundant_experts, view.role.traits
     if view.experts and (view.experts + spare) % size:
         total = f"{view.experts} experts" if not spare else f"{view.experts} + {spare} experts"
         missing = -(view.experts + spare) % size
@@ -111,9 +111,9 @@ def check_experts(view: RoleView) -> Iterator[Problem]:
     elif view.experts and spare > (most := view.experts * (size - 1)):
         what = f"is {spare}, but {size} ranks that each hold all {view.experts} experts have {most} replicas"
         yield problem("EP118", (*view.place, "ep", "redundant_experts"), what, f"use {most} or fewer")
-    elif spare and view.role.engine == "vllm" and view.deployment.topology.device == "cpu":
+    elif spare and not traits.cpu_replicas and view.deployment.topology.device == "cpu":
         place = (*view.place, "ep", "redundant_experts")
-        yield problem("EP124", place, f"is {spare}, but vLLM makes replicas of experts on GPUs only", "remove it")
+        yield problem("EP124", place, f"is {spare}, but {traits.title} makes replicas of experts on GPUs only", "remove it")
     given = _engine_redundancy(view)
     if given is not None and given != spare:
         yield problem(

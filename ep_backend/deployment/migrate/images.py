@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ep_backend.deployment.engines import table
-from ep_backend.deployment.migrate.launches import Engine
+from ep_backend.deployment.engines.traits import Engine
 from ep_backend.deployment.migrate.notes import Note
 from ep_backend.deployment.migrate.roles import Draft
 

@@ -5,17 +5,17 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import JsonValue
 from ruamel.yaml.error import YAMLError
 
 from ep_backend.deployment.document import plain_documents
+from ep_backend.deployment.engines.traits import Engine
 from ep_backend.deployment.migrate.notes import Said, shown
 from ep_backend.deployment.migrate.shell import ASSIGNMENT, Command
 from ep_backend.deployment.words import REPEATED
 
-Engine = Literal["vllm", "sglang"]
 MODULES: tuple[tuple[str, Engine], ...] = (
     ("sglang.launch_server", "sglang"),
     ("dynamo.sglang", "sglang"),

@@ -6,8 +6,9 @@ from typing import Any, get_args
 
 from pydantic import JsonValue
 
+from ep_backend.deployment.engines.traits import TRAITS, Engine
 from ep_backend.deployment.flags import EXTRA, LEASE, NIXL, further_transfer
-from ep_backend.deployment.migrate.launches import Engine, Launch, spelt
+from ep_backend.deployment.migrate.launches import Launch, spelt
 from ep_backend.deployment.migrate.notes import Kind, Note, Unmovable
 from ep_backend.deployment.schema import ModeName, RoleName
 from ep_backend.values import HOST
@@ -59,9 +60,9 @@ class Draft:
 
     @property
     def ranks(self) -> int:
-        key = "tp-size" if self.engine == "sglang" else "tensor-parallel-size"
-        tensor_parallel = self.args.get(key)
-        if self.engine == "sglang":
+        traits = TRAITS[self.engine]
+        tensor_parallel = self.args.get(traits.tensor_parallel_flag)
+        if traits.tensor_parallel_is_all:
             return tensor_parallel if isinstance(tensor_parallel, int) else self.data_parallel
         return self.data_parallel * (tensor_parallel if isinstance(tensor_parallel, int) else 1)
 
@@ -80,7 +81,7 @@ def draft(launch: Launch, role: RoleName | None) -> Draft:
         made.note(*said)
     model = flags.pop("model-path", None)
     if not isinstance(model, str):
-        raise Unmovable(f"the {launch.engine} command names no model; add {_model_flag(launch.engine)} PATH_OR_ID")
+        raise Unmovable(f"the {launch.engine} command names no model; add --{TRAITS[launch.engine].model_flag} PATH_OR_ID")
     made.model = model
     served = flags.pop("served-model-name", None)
     # Without the flag both engines serve under the model as it was given; clients keep asking for that name.
@@ -247,10 +248,6 @@ def _guessed_role(launch: Launch) -> RoleName:
     if backend in VLLM_MODES:
         return "prefill" if VLLM_MODES[backend] == "normal" else "decode"
     raise Unmovable(f"kv_role is {part}, which does not tell prefill from decode; give each command alone, with --role")
-
-
-def _model_flag(engine: Engine) -> str:
-    return "--model-path" if engine == "sglang" else "--model"
 
 
 def _integer(name: str, value: JsonValue, least: int = 1) -> int:

@@ -171,7 +171,7 @@ def _addresses(deployment: Deployment, roles: Sequence[RoleFiles]) -> list[Objec
         return [_service(deployment.name, _leader(deployment, part), deployment.router.port, {})]
     services = []
     for part in roles:
-        asked = part.role.engine == "sglang" and part.name == "prefill"
+        asked = part.role.traits.bootstraps and part.name == "prefill"
         ports = {"bootstrap": bootstrap_port(part.name)} if asked else {}
         # Headless: its name is the leader's address, for every port of it.
         service = _service(_leader_name(deployment, part), _leader(deployment, part), part.port, ports)
