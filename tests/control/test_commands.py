@@ -140,6 +140,23 @@ def test_an_engine_that_is_not_here_is_told_before_anything_ends(workplace: Work
     assert pids(workplace) == before
 
 
+def test_a_restart_that_could_not_be_noted_ends_nothing(workplace: Workplace) -> None:
+    """As on a full disk: the deployment serves on, and can be stopped."""
+    file = str(workplace.file)
+    assert workplace.run("up", file, "--detach")[0] == 0
+    before = pids(workplace)
+    state = workplace.folder / ".ep" / "run" / workplace.folder.name / "state.json"
+    state.with_suffix(".tmp").mkdir()
+    edit(workplace, "max_tokens: 256}", "max_tokens: 512}")
+    code, output = workplace.run("flip", file, "--restart")
+    assert code == 1, output
+    assert f"{state} cannot be used: Is a directory; see to it; decode runs on as it was" in output
+    assert pids(workplace) == before
+    assert workplace.run("ask", file, "how are you?") == (0, "fine\n")
+    assert workplace.run("down", file) == (0, f"{workplace.folder.name} is down\n")
+    assert not state.exists()
+
+
 def test_an_interrupted_flip_says_what_goes_on(workplace: Workplace) -> None:
     file = str(workplace.file)
     assert workplace.run("up", file, "--detach")[0] == 0
