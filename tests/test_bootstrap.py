@@ -134,6 +134,15 @@ def test_a_file_is_checked_before_sglang_is_installed(checkout: Path) -> None:
     assert (code, said) == (1, "") and ".venv-sglang cannot be made" in complained
 
 
+@pytest.mark.parametrize("comment", ["# engine: sglang", "roles: {} # not {engine: sglang}", "  #engine: sglang"])
+def test_what_a_comment_names_is_not_built(checkout: Path, comment: str) -> None:
+    complete(checkout)
+    (checkout / ".venv-sglang.lock").mkdir()
+    file = checkout / "file.yaml"
+    file.write_text(f"name: x\n{comment}\n# good\n")
+    assert outcome(ep(checkout, "up", str(file))) == (0, f"up {file}\n", "")
+
+
 def test_words_that_no_file_can_have_as_name_are_left_to_the_program(checkout: Path) -> None:
     complete(checkout)
     assert outcome(ep(checkout, "up", "a" * 300)) == (0, f"up {'a' * 300}\n", "")

@@ -112,8 +112,12 @@ def status(
     file: File,
     as_json: Annotated[bool, typer.Option("--json", help="the control service's answer as JSON; see docs/json.md")] = False,
 ) -> None:
-    """Show what every rank's buffer did: the mode desired and executed, calls, records and bytes per path."""
+    """Show what every rank's buffer did: the mode desired and executed, calls, records and bytes per path.
+
+    Exit status 1 if a rank failed, does not answer, or is stopped.
+    """
     from ep_backend.control.client import ControlClient, ControlFailed
+    from ep_backend.control.ranks import silence
     from ep_backend.deployment import commands
     from ep_backend.deployment.load import name_in
     from ep_backend.deployment.problems import DeploymentError
@@ -129,7 +133,8 @@ def status(
         print(now.model_dump_json(indent=2))
     else:
         print_status(now, state.control_url or "")
-    if any(rank.error or rank.failed for role in now.roles if role.role not in now.starting for rank in role.ranks):
+    ranks = [rank for role in now.roles if role.role not in now.starting for rank in role.ranks]
+    if any(rank.error or rank.failed or silence(rank) for rank in ranks):
         raise typer.Exit(1)
 
 

@@ -77,7 +77,7 @@ def make_app(controller: Controller, state: Callable[[], RunState], audit: Audit
         """Every role and rank: mode desired and executed, epoch, counters, pending change; and what drifted."""
         return await controller.status()
 
-    @api.post("/v1/roles/{role}/mode")
+    @api.post("/v1/roles/{role}/mode", dependencies=[Depends(_json)])
     async def set_mode(
         request: Request, role: str, mode: Annotated[Text, Body(embed=True)], dry_run: DryRun = False
     ) -> FlipResult:
@@ -96,7 +96,7 @@ def make_app(controller: Controller, state: Callable[[], RunState], audit: Audit
         async with noted(request, "dry run of a file" if dry_run else "file", f"{len(text)} characters"):
             return await controller.apply(text, dry_run, restart)
 
-    @api.post("/v1/ask")
+    @api.post("/v1/ask", dependencies=[Depends(_json)])
     def ask(prompt: Annotated[Text, Body()], max_tokens: Annotated[Positive, Body()] = 32) -> Answer:
         """Send one prompt through the deployment, as a client would."""
         return Answer(answer=chat(state(), prompt, max_tokens))
@@ -118,8 +118,19 @@ def make_app(controller: Controller, state: Callable[[], RunState], audit: Audit
     return app
 
 
+def _content_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _json(request: Request) -> None:
+    """As curl's -d does not say it: what says to be a form is not read, and every field of it would be missing."""
+    kind = _content_type(request)
+    if kind != "application/json":
+        raise HTTPException(415, f"content type {kind!r} is no JSON; send application/json (curl --json, or with -H)")
+
+
 async def _yaml(request: Request) -> str:
-    kind = request.headers.get("content-type", "").partition(";")[0]
+    kind = _content_type(request)
     if kind not in ("application/yaml", "application/x-yaml", "text/yaml"):
         raise HTTPException(415, f"content type {kind!r} is no file; send application/yaml")
     try:

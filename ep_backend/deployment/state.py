@@ -76,13 +76,16 @@ def state_file(name: str) -> Path:
 
 
 def write_state(state: RunState) -> None:
-    """Atomic, for others read it at any moment; private, for it may hold the control key."""
+    """Atomic, for others read it at any moment; private, for it may hold the control key. DeploymentError if it cannot be."""
     file = state_file(state.name)
-    file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_suffix(".tmp")
-    draft.touch(mode=0o600)
-    draft.write_text(state.model_dump_json(indent=2))
-    os.replace(draft, file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft.touch(mode=0o600)
+        draft.write_text(state.model_dump_json(indent=2))
+        os.replace(draft, file)
+    except OSError as error:
+        raise unusable(file, error) from None
 
 
 def read_state(name: str) -> RunState | None:

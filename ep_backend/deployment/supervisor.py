@@ -112,7 +112,8 @@ class Supervisor:
                 remove_state(self.state.name)
             except BaseException as error:
                 self._stop()
-                self._enter("failed", str(error))
+                with contextlib.suppress(DeploymentError):
+                    self._enter("failed", str(error))
                 raise
 
     async def restart(self, role: RoleName, wanted: Deployment, running: Deployment) -> None:
@@ -163,9 +164,14 @@ class Supervisor:
         while not self.restarts.empty():
             role, wanted, running, done = self.restarts.get()
             try:
+                write_state(self.state)
+            except DeploymentError as error:  # the disk may be full: then nothing may end that is to start again
+                done.set_exception(RestartFailed(f"{error}; {role} runs on as it was"))
+                continue
+            try:
                 try:
                     self._relaunch(role, wanted)
-                except (InstanceFailed, NoInterpreter, OSError) as failure:
+                except (InstanceFailed, NoInterpreter, DeploymentError, OSError) as failure:
                     self._keep_logs(role)
                     self._relaunch(role, running)
                     done.set_exception(RestartFailed(f"{failure}\n{role} runs with its old settings again"))
@@ -274,7 +280,8 @@ class Supervisor:
 
     def _stop(self) -> None:
         try:
-            self._enter("stopping")
+            with contextlib.suppress(DeploymentError):
+                self._enter("stopping")
         finally:
             stop_sessions(self._leaders(), self.shared, self.deployment.target.stop_timeout_s)
             for child in self.children:

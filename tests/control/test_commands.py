@@ -16,12 +16,18 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from ep_backend.agent import SILENT_S
+from ep_backend.cli.app import app
 from ep_backend.control.client import ControlClient, ControlFailed
+from ep_backend.control.models import DeploymentStatus, RoleStatus
+from ep_backend.deployment import commands
 from ep_backend.deployment.agents import rank_statuses
 from ep_backend.deployment.client import chat
 from ep_backend.deployment.load import load
 from ep_backend.deployment.processes import start_ticks
+from ep_backend.deployment.rank_status import RankStatus
 from ep_backend.deployment.state import InstanceState, RunState
 from tests.deployment.conftest import Workplace
 from tests.deployment.conftest import workplace as workplace
@@ -134,6 +140,23 @@ def test_an_engine_that_is_not_here_is_told_before_anything_ends(workplace: Work
     assert pids(workplace) == before
 
 
+def test_a_restart_that_could_not_be_noted_ends_nothing(workplace: Workplace) -> None:
+    """As on a full disk: the deployment serves on, and can be stopped."""
+    file = str(workplace.file)
+    assert workplace.run("up", file, "--detach")[0] == 0
+    before = pids(workplace)
+    state = workplace.folder / ".ep" / "run" / workplace.folder.name / "state.json"
+    state.with_suffix(".tmp").mkdir()
+    edit(workplace, "max_tokens: 256}", "max_tokens: 512}")
+    code, output = workplace.run("flip", file, "--restart")
+    assert code == 1, output
+    assert f"{state} cannot be used: Is a directory; see to it; decode runs on as it was" in output
+    assert pids(workplace) == before
+    assert workplace.run("ask", file, "how are you?") == (0, "fine\n")
+    assert workplace.run("down", file) == (0, f"{workplace.folder.name} is down\n")
+    assert not state.exists()
+
+
 def test_an_interrupted_flip_says_what_goes_on(workplace: Workplace) -> None:
     file = str(workplace.file)
     assert workplace.run("up", file, "--detach")[0] == 0
@@ -210,6 +233,27 @@ def test_something_else_at_the_services_address_is_told(
         (rank,) = rank_statuses(agent, None)
         assert rank.error and "\n" not in rank.error and (status_code != 200 or "is no agent of a rank" in rank.error)
         server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("trouble", "code"),
+    [({}, 0), ({"silent_s": SILENT_S + 1}, 1), ({"failed": "rank 1: gone"}, 1), ({"error": "no"}, 1), ({"silent_s": 1.0}, 0)],
+)
+def test_the_exit_status_tells_of_ranks_in_trouble(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trouble: dict[str, object], code: int
+) -> None:
+    rank = RankStatus.model_validate({"agent": "http://127.0.0.1:1", "role": "unified", "rank": 0, "world_size": 1, **trouble})
+    role = RoleStatus(role="unified", engine="vllm", mode_desired="auto", mode_executed=None, allowed=[], ranks=[rank])
+    now = DeploymentStatus(name="x", phase="ready", url="", file="x.yaml", drift=[], roles=[role], instances=[])
+    state = RunState(
+        name="x", pid=1, start_ticks=1, phase="ready", started_at=0.0, url="", served_name="m", control_url="http://x"
+    )
+    monkeypatch.setattr(commands, "running", lambda name: state)
+    monkeypatch.setattr(ControlClient, "status", lambda self: now)
+    file = tmp_path / "x.yaml"
+    file.write_text("name: x\n")
+    for options in ([], ["--json"]):
+        assert CliRunner().invoke(app, ["status", str(file), *options]).exit_code == code
 
 
 def test_the_services_port_and_key_come_from_the_file(workplace: Workplace, tmp_path: Path) -> None:

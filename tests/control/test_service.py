@@ -179,6 +179,19 @@ def test_a_rule_that_fails_on_a_file_does_not_silence_the_service(
     assert control.status()["file_error"] == "OverflowError: a number too large"
 
 
+@pytest.mark.parametrize("kind", ["", "application/x-www-form-urlencoded", "text/plain"])
+def test_json_that_does_not_say_so_is_told(service: StartService, kind: str) -> None:
+    control = service()
+    for route in ("/v1/roles/prefill/mode", "/v1/ask"):
+        headers = {"Content-Type": kind} if kind else {}
+        answer = control.client.post(route, content='{"mode": "normal", "prompt": "x"}', headers=headers)
+        assert answer.status_code == 415, answer.text
+        assert answer.json()["detail"].startswith(f"content type {kind!r} is no JSON; send application/json")
+    headers = {"Content-Type": "Application/JSON; charset=utf-8"}
+    answer = control.client.post("/v1/roles/prefill/mode", content='{"mode": "nope"}', headers=headers)
+    assert answer.status_code == 422 and "'nope' is unknown" in answer.text
+
+
 def test_only_yaml_of_a_sane_size_is_read(service: StartService) -> None:
     control = service()
     assert control.client.post("/v1/deployment", content=FILE, headers={"Content-Type": "text/plain"}).status_code == 415
