@@ -33,6 +33,8 @@ class Settings(Strict):
     timeout_s: Seconds = TIMEOUT_S
     gpus_per_node: Positive | None = None
     """Ranks of one scale-up domain; None: found out. Smaller than the host makes virtual nodes."""
+    rail: Literal["auto", "put"] = "auto"
+    """How hybrid reaches other domains: stores to peers, or NVSHMEM's puts; then it is the only mode."""
     fp8: bool = True
     """Rows travel as FP8 where the experts take FP8 with 128-wide scales; otherwise as bf16."""
     layout: Layout | None = None
@@ -52,6 +54,13 @@ class Settings(Strict):
             check_wish(self.role, self.mode)
             for mode in self.max_tokens:
                 check_wish(self.role, mode)
+        if self.rail == "put" and (self.mode not in (AUTO, Mode.HYBRID) or set(self.max_tokens) != {Mode.HYBRID}):
+            wish = "auto" if self.mode == AUTO else Mode(self.mode).value
+            names = ", ".join(mode.value for mode in self.max_tokens) or "no mode"
+            raise ValueError(
+                f"rail put leaves hybrid alone, but mode is {wish} and max_tokens names {names}; use mode hybrid or auto, and "
+                'max_tokens {"hybrid": TOKENS}'
+            )
         decode = {n for m, n in self.max_tokens.items() if m in modes_of(Family.DECODE)}
         if self.role is Role.DECODE and len(decode) > 1:
             raise ValueError(

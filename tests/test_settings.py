@@ -57,6 +57,15 @@ def test_a_whole_file(load):
         ({"mode": "lowlatency"}, 'mode: "lowlatency" must be one of .*; did you mean `low_latency`\\?$'),
         ({"max_tokens": {"hybird": 64}}, 'max_tokens: "hybird" must be one of .*; did you mean `hybrid`\\?$'),
         ({"max_tokens": {"hybrid": 0}}, "max_tokens.hybrid: 0: Input should be greater than or equal to 1$"),
+        (
+            {"rail": "put"},
+            "rail put leaves hybrid alone, but mode is auto and max_tokens names no mode; use mode hybrid or auto",
+        ),
+        ({"rail": "put", "mode": "direct", "max_tokens": {"hybrid": 8}}, "but mode is direct and max_tokens names hybrid; use"),
+        (
+            {"rail": "put", "max_tokens": {"hybrid": 8, "normal": 8}},
+            "but mode is auto and max_tokens names hybrid, normal; use",
+        ),
         ({"layout": "rows"}, 'layout: "rows" must be one of compact, masked; write one of them$'),
         ({"layout": "maskd"}, 'layout: "maskd" must be one of compact, masked; did you mean `masked`\\?$'),
         ({"role": "decoder"}, 'role: "decoder" must be one of prefill, decode, unified; did you mean `decode`\\?$'),

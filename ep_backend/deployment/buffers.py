@@ -36,7 +36,7 @@ def buffer_config(
     `modes` None: those that the role's instance makes it for.
     """
     group = group_of(deployment, role)
-    made_for = modes or modes_of(name, role.ep.mode, group.nodes > 1, role.engine)
+    made_for = modes or modes_of(name, role.ep.mode, group.nodes > 1, role.engine, role.ep.rail)
     return BufferConfig.make(
         group.ranks,
         hidden=shape.hidden,
@@ -46,6 +46,7 @@ def buffer_config(
         lanes=role.ep.lanes,
         payloads=(payload_of(deployment, role),),
         gpus_per_node=group.gpus_per_node,
+        rail=role.ep.rail or "auto",
         fabric="host" if deployment.topology.device == "cpu" else "nvshmem",
         timeout_s=role.ep.timeout_s,
     )

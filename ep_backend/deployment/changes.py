@@ -82,8 +82,8 @@ def reachable(deployment: Deployment, name: RoleName, started: ModeName) -> list
     """The modes that a role reaches without a restart: those of its buffer, and auto where that means the same ones."""
     role = dict(deployment.roles.items())[name]
     several = group_of(deployment, role).nodes > 1
-    modes = modes_of(name, started, several, role.engine)
-    auto = modes_of(name, "auto", several, role.engine)
+    modes = modes_of(name, started, several, role.engine, role.ep.rail)
+    auto = modes_of(name, "auto", several, role.engine, role.ep.rail)
     return [*(mode.value for mode in modes), *(["auto"] if auto == modes else [])]
 
 

@@ -13,7 +13,7 @@ def rank_settings(deployment: Deployment, name: RoleName, role: Role, agent_host
     """The keys of ep_backend/settings.py; ValueError where the NVLink domains do not divide the ranks."""
     ep = role.ep
     tokens, group = capacity(deployment, name, role), group_of(deployment, role)
-    modes = modes_of(name, ep.mode, group.nodes > 1, role.engine)
+    modes = modes_of(name, ep.mode, group.nodes > 1, role.engine, ep.rail)
     return {
         "deployment": deployment.name,
         "role": name,
@@ -22,6 +22,7 @@ def rank_settings(deployment: Deployment, name: RoleName, role: Role, agent_host
         "lanes": ep.lanes,
         "timeout_s": ep.timeout_s,
         "gpus_per_node": group.gpus_per_node,
+        "rail": ep.rail or "auto",
         "fp8": ep.fp8,
         "layout": ep.layout,
         "sms": ep.sms,

@@ -170,6 +170,10 @@ class Ep(Strict):
     lanes: Literal[1, 2] = 1
     redundant_experts: int = Field(default=0, ge=0, le=MAX_COUNT, description="replicas that the load balancer may place")
     gpus_per_node: Positive | None = Field(default=None, description="default: the topology's")
+    rail: Literal["put"] | None = Field(
+        default=None,
+        description="put: hybrid, then the role's only mode, reaches other domains by NVSHMEM's puts; default: stores to peers",
+    )
     timeout_s: Seconds = TIMEOUT_S
 
 
@@ -364,11 +368,15 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Deployment.model_json_schema()}
 
 
-def modes_of(name: RoleName, mode: ModeName, several_nodes: bool = False, engine: Engine = "vllm") -> list[Mode]:
+def modes_of(
+    name: RoleName, mode: ModeName, several_nodes: bool = False, engine: Engine = "vllm", rail: str | None = None
+) -> list[Mode]:
     """The modes that a role's buffer is made for: its whole family, so that a flip inside it needs no restart.
 
-    Hybrid serves prefill too where there is a second node to save copies to.
+    Hybrid serves prefill too where there is a second node to save copies to. It alone can do without peers' memory.
     """
+    if rail is not None:
+        return [Mode.HYBRID]
     if name != "unified":
         families = [Family(name)]
     elif serves_both_families(name, engine):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ep_backend.config import MAX_RANKS
 from ep_backend.deployment.batches import capacity, tokens_a_sequence
 from ep_backend.deployment.buffers import buffer_config, payload_of
 from ep_backend.deployment.engines.traits import FRACTION_FLAGS
@@ -134,7 +135,9 @@ def _role_plan(c: _Context) -> RolePlan:
         mode=auto if c.role.ep.mode == "auto" else c.role.ep.mode,
         auto=auto,
         auto_reason=reason,
-        buffer_modes=[mode.value for mode in modes_of(c.name, c.role.ep.mode, c.group.nodes > 1, c.role.engine)],
+        buffer_modes=[
+            mode.value for mode in modes_of(c.name, c.role.ep.mode, c.group.nodes > 1, c.role.engine, c.role.ep.rail)
+        ],
         buffer=buffer_config(c.deployment, c.name, c.role, c.shape, c.tokens).size_hint(),
         memory=_memory_plan(c, c.memory) if c.memory is not None else None,
         assumptions=list(_assumptions(c)),
@@ -186,7 +189,8 @@ def _auto(c: _Context, modes: dict[str, ModePlan]) -> tuple[str, str]:
     """The mode that the policy's table gives for a full batch, from modes that fit into memory."""
     wished = None if c.role.ep.mode == "auto" else MODES[Mode(c.role.ep.mode)].family
     family = Family(c.name) if c.name != "unified" else wished or Family.PREFILL
-    candidates = modes_of(c.name, c.role.ep.mode if c.name == "unified" else "auto", c.group.nodes > 1, c.role.engine)
+    mode = c.role.ep.mode if c.name == "unified" else "auto"
+    candidates = modes_of(c.name, mode, c.group.nodes > 1, c.role.engine, c.role.ep.rail)
     situation = Situation(
         PolicyRole(family.value),
         Forward.MIXED,
@@ -227,6 +231,10 @@ def _calibration(machine: Topology) -> Calibration:
 
 def _assumptions(c: _Context) -> Iterator[str]:
     routing, shape, held = c.deployment.model.routing, c.shape, c.memory
+    if c.deployment.topology.device == "cuda" and c.group.ranks > MAX_RANKS:
+        yield f"a plan alone: the kernels serve up to {MAX_RANKS} ranks, and engines with {c.group.ranks} refuse to start"
+    elif c.links.nic_gbs is not None and c.group.nodes > 1 and c.role.ep.rail is None:
+        yield "a plan alone: over a NIC engines start with ep.rail: put, by which hybrid is the only mode"
     if routing.kind == "uniform":
         limit = f"; the model's limit of {shape.top_groups} in {shape.groups} groups is not used" if shape.groups > 1 else ""
         yield f"routing: every set of {shape.top_k} experts equally likely{limit}"

@@ -207,6 +207,12 @@ def max_running_requests(plan: Plan, a: Arguments) -> int | None:
 
 def require_room(plan: Plan, hidden: int, num_experts: int, top_k: int, dtype: str, settings: Settings) -> None:
     """Apply the buffer's own rules to the model's shape, before weights are loaded."""
+    if settings.rail == "put" and (others := plan.capacity.keys() - {Mode.HYBRID}):
+        names = ", ".join(mode.value for mode in others)
+        raise ValueError(
+            f"rail put in the settings ({SETTINGS_VARIABLE}) leaves hybrid alone, but this instance runs {names}, too; serve "
+            "prompts and decoding apart (--disaggregation-mode), or remove rail"
+        )
     arguments = buffer_arguments(plan, settings, hidden, num_experts, top_k, (payload_of(dtype, plan),))
     require_supported(BufferConfig.make(plan.ranks, **arguments))
 
@@ -223,6 +229,7 @@ def buffer_arguments(
         "lanes": plan.lanes,
         "payloads": payloads,
         "gpus_per_node": plan.gpus_per_node,
+        "rail": settings.rail,
         "timeout_s": settings.timeout_s,
         "fabric": plan.fabric,
     }

@@ -79,6 +79,7 @@ class Choice:
             "lanes": self.lanes,
             "payloads": payloads,
             "gpus_per_node": self.settings.gpus_per_node,
+            "rail": self.settings.rail,
             "timeout_s": self.settings.timeout_s,
             "fabric": fabric(),
         }

@@ -1,5 +1,6 @@
 """Each change of a deployment is hot, drain, restart or redeploy, and `flip` uses the same classes."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ import pytest
 from ep_backend.control.changes import changes as flip_changes
 from ep_backend.deployment.changes import CLASSES, changes, reachable
 from ep_backend.deployment.load import read
+from ep_backend.deployment.rank_settings import rank_settings
 from ep_backend.deployment.schema import Deployment
+from ep_backend.settings import Settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SGLANG = read(DEPLOY / "deepseek-v3-h100-sglang.yaml")[0].deployment
@@ -94,6 +97,17 @@ def test_a_role_more_starts_all_anew() -> None:
 def test_what_a_role_reaches_without_a_restart() -> None:
     assert reachable(EP128, "decode", "hybrid") == ["low_latency", "hybrid", "auto"]
     assert reachable(EP128, "prefill", "direct") == ["normal", "direct", "hybrid", "auto"]
+
+
+def test_by_puts_hybrid_is_all_that_a_role_reaches() -> None:
+    rail_only = read(DEPLOY / "qwen3-235b-rail-only.yaml")[0].deployment
+    for name, role in rail_only.roles.items():
+        assert reachable(rail_only, name, role.ep.mode) == ["hybrid", "auto"]
+        settings = rank_settings(rail_only, name, role, "127.0.0.1", 9000)
+        assert (settings["rail"], settings["max_tokens"]) == ("put", {"hybrid": role.ep.max_tokens})
+        Settings.model_validate_json(json.dumps(settings), strict=True)
+    (change,) = changes(rail_only, changed("roles", "decode", "ep", "rail", None, base=rail_only))
+    assert change.kind == "restart"
 
 
 def test_a_role_that_was_flipped_goes_back_to_where_it_started() -> None:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from ep_backend import layout
+from ep_backend.config import MAX_RANKS
 from ep_backend.fabric.nvshmem import fabric, launch, rings
 from ep_backend.fabric.nvshmem.outputs import PLACES
 
@@ -31,7 +32,7 @@ def test_args_are_mirrored() -> None:
 
 def test_limits_are_mirrored() -> None:
     text = HEADER.read_text()
-    assert f"kMaxRanks = {launch.MAX_RANKS};" in text
+    assert f"kMaxRanks = {MAX_RANKS};" in text
     assert f"kThreads = {32 * launch.MOST_WARPS};" in text
     assert f"kRingThreads = {32 * rings.MOST_WARPS};" in HEADER.with_name("ring.cuh").read_text()
 

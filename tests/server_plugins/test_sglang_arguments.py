@@ -219,6 +219,11 @@ LOW = {"max_tokens": {"low_latency": 128}}
 REFUSED = [
     (
         [],
+        {"rail": "put", "gpus_per_node": 2, "max_tokens": {"hybrid": 256}},
+        r"rail put in the settings .* leaves hybrid alone, but this instance runs normal, too; serve prompts and",
+    ),
+    (
+        [],
         LOW,
         r"decode graphs of 160 requests x 1 tokens a request make 160 tokens a rank, more than the capacity of 128; "
         r"lower --cuda-graph-max-bs-decode to 128, or raise max_tokens",
@@ -281,7 +286,7 @@ REFUSED = [
     (
         ["--tp-size", "64", "--attn-dp-size", "64", "--ep-num-redundant-experts", "48"],
         {},
-        r"64 ranks; the peer kernels serve up to 32 of one NVLink domain; choose a smaller EP size",
+        r"64 ranks; the kernels serve up to 32; choose a smaller EP size",
     ),
     (["--tp-size", "3", "--attn-dp-size", "3"], {}, r"num_experts=16 is not a multiple of the 3 ranks"),
     (

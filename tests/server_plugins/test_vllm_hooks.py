@@ -267,9 +267,17 @@ def test_what_cannot_work_is_refused_before_loading(make, settings, flags, conte
         make(**flags)
 
 
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_by_puts_a_buffer_is_made_for_hybrid_alone(make, settings, role):
+    settings(rail="put", gpus_per_node=1, max_tokens={"hybrid": ENGINE_LIMIT})
+    made = choice.choose(make(kv_transfer_config=transfer(role)))
+    arguments = made.buffer_arguments(256, 8, 4, made.capacity(ENGINE_LIMIT, 4, 2), ("fp32",))
+    assert (arguments["rail"], arguments["max_tokens"]) == ("put", {"hybrid": ENGINE_LIMIT})
+
+
 def test_more_ranks_than_the_kernels_serve_are_refused_before_loading(make, monkeypatch):
     monkeypatch.setattr(choice, "fabric", lambda: "nvshmem")
-    with pytest.raises(ValueError, match="64 ranks; the peer kernels serve up to 32 of one NVLink domain"):
+    with pytest.raises(ValueError, match="64 ranks; the kernels serve up to 32; choose a smaller EP size"):
         make(dtype="bfloat16", data_parallel_size=64, hf_overrides={"n_routed_experts": 64})
 
 

@@ -14,6 +14,7 @@ ROLE_RULES = (
     ranks.check_stages,
     ranks.check_experts,
     modes.check_mode,
+    modes.check_rail,
     modes.check_overlap,
     modes.check_layout,
     modes.check_sms,

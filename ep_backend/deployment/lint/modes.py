@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ep_backend.deployment.lint.view import RoleView, problem
 from ep_backend.deployment.problems import Problem
-from ep_backend.deployment.schema import modes_of
+from ep_backend.deployment.schema import modes_of, serves_both_families
 from ep_backend.modes import Family, Mode
 
 HOPPER = ("H100", "H200", "H800", "H20")
@@ -13,8 +13,10 @@ ELASTIC = ("enable-elastic-ep", "elastic-ep-backend")
 
 def check_mode(view: RoleView) -> Iterator[Problem]:
     role, place = view.role, (*view.place, "ep", "mode")
+    if any(check_rail(view)):  # else the fault is told there
+        return
     several = view.group is not None and view.group.nodes > 1
-    allowed = modes_of(view.name, role.ep.mode, several, role.engine)
+    allowed = modes_of(view.name, role.ep.mode, several, role.engine, role.ep.rail)
     if role.ep.mode == "auto":
         yield from _check_auto(view, several)
         return
@@ -34,6 +36,22 @@ def check_mode(view: RoleView) -> Iterator[Problem]:
     if not mode.spec.graph and (flag := _captures(view)):
         what = f"asks for captured graphs, but {mode.value} cannot be captured"
         yield problem("EP201", view.flag_place(flag), what, "remove it, or use direct")
+
+
+def check_rail(view: RoleView) -> Iterator[Problem]:
+    """By puts hybrid is the role's only mode, since all others store to peers' memory."""
+    role, place = view.role, (*view.place, "ep", "rail")
+    if role.ep.rail is None or view.group is None:
+        return
+    if serves_both_families(view.name, role.engine):
+        what = f"is {role.ep.rail}, which leaves hybrid alone, but a unified role of {role.traits.title} needs two modes"
+        yield problem("EP208", place, what, "remove it, or use roles for prefill and decode")
+    elif role.ep.mode not in ("auto", Mode.HYBRID.value):
+        what = f"is {role.ep.rail}, which leaves hybrid alone, but ep.mode is {role.ep.mode}"
+        yield problem("EP208", place, what, "set mode: hybrid, or remove rail")
+    elif view.group.nodes == 1:
+        what = f"is {role.ep.rail}, but the role's {view.group.ranks} ranks are one NVLink domain"
+        yield problem("EP208", place, what, "remove it")
 
 
 def check_overlap(view: RoleView) -> Iterator[Problem]:
@@ -68,7 +86,7 @@ def check_sms(view: RoleView) -> Iterator[Problem]:
 
 def _check_auto(view: RoleView, several: bool) -> Iterator[Problem]:
     """On a rail-only fabric auto may still choose a mode that writes to any GPU."""
-    if several and _rail_only(view):
+    if several and _rail_only(view) and view.role.ep.rail is None:
         what = "is auto, which may choose low_latency or direct, but topology.nic.fabric is rail_only"
         yield problem("EP205", (*view.place, "ep", "mode"), what, "name hybrid")
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ep_backend import layout
-from ep_backend.config import BufferConfig
+from ep_backend.config import MAX_RANKS, BufferConfig
 from ep_backend.errors import EpDisagree, EpError, EpFailed, EpTimeout, WaitRecord
 from ep_backend.fabric.base import Call, Received
 from ep_backend.fabric.meeting import Meeting
-from ep_backend.fabric.nvshmem import launch, launches, rings
+from ep_backend.fabric.nvshmem import launches, rings
 from ep_backend.fabric.nvshmem.device import Gpu
 from ep_backend.fabric.nvshmem.launch import STAGE_BYTES, Args, Launch, Roles, casts
 from ep_backend.fabric.nvshmem.launches import Launches
@@ -89,11 +89,8 @@ class _State:
 
 def require_supported(config: BufferConfig) -> None:
     """ValueError for what the kernels cannot carry. Asks no device."""
-    if config.ranks > launch.MAX_RANKS:
-        raise ValueError(
-            f"{config.ranks} ranks; the peer kernels serve up to {launch.MAX_RANKS} of one NVLink domain; choose a smaller EP "
-            "size"
-        )
+    if config.ranks > MAX_RANKS:
+        raise ValueError(f"{config.ranks} ranks; the kernels serve up to {MAX_RANKS}; choose a smaller EP size")
     widest = max(config.shape.record_bytes, config.shape.combine_bytes)
     rows = 3 if Mode.NORMAL in config.max_tokens else 2  # a sender's, a relay's and a receiver's
     if widest * rows > STAGE_BYTES:

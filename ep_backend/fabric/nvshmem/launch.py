@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ep_backend.config import MAX_RANKS
 from ep_backend.errors import EpError
 from ep_backend.fabric.base import Call
 from ep_backend.fabric.meeting import Meeting
@@ -18,7 +19,6 @@ from ep_backend.fabric.nvshmem.images import IMAGE_KERNELS, IMAGES, PUT_IMAGES
 from ep_backend.fabric.nvshmem.world import check, driver
 from ep_backend.layout import Payload
 
-MAX_RANKS = 32
 MOST_WARPS = 32  # of a block
 SHARED_BYTES = 227 << 10  # that a block may have, on sm_90 and sm_100
 STAGE_BYTES = 224 << 10  # of which a block's warps share for bulk copies, where the kernel leaves so much

@@ -107,7 +107,8 @@ class Heap:
         if unmapped:
             raise EpError(
                 f"rank {meeting.rank} has no mapping of the memory of rank {', '.join(map(str, unmapped))}: these kernels "
-                "store to peers of one NVLink domain; between domains use hybrid alone, with rail='put' and gpus_per_node set"
+                "store to peers of one NVLink domain; between domains use hybrid alone, with rail='put' (a deployment's "
+                "ep.rail) and gpus_per_node set"
             )
         fill(self.base, 0, control)
         torch.cuda.synchronize()
