@@ -148,7 +148,7 @@ class EpBuffer:
         from ep_backend.fabric import make_fabric
         from ep_backend.fabric.meeting import Meeting
 
-        name = fabric or ("nvshmem" if torch.cuda.is_available() else "host")
+        name = _fabric(fabric)
         self._destroyed, self._process = False, os.getpid()
         meeting = Meeting(group)
         config: BufferConfig | None = None
@@ -194,7 +194,7 @@ class EpBuffer:
     @staticmethod
     def size_hint(ranks: int, **arguments: Any) -> dict[str, Any]:
         """Bytes a rank that a buffer of these constructor arguments allocates; see :meth:`BufferConfig.size_hint`."""
-        return BufferConfig.make(ranks, **arguments).size_hint()
+        return BufferConfig.make(ranks, **{**arguments, "fabric": _fabric(arguments.get("fabric"))}).size_hint()
 
     @property
     def allocated_bytes(self) -> int:
@@ -703,6 +703,10 @@ class EpBuffer:
         if y.shape != received.rows.shape:
             raise ValueError(f"y has shape {list(y.shape)}; this dispatch returned {list(received.rows.shape)}")
         return _aligned(y)
+
+
+def _fabric(name: str | None) -> str:
+    return name if name is not None else ("nvshmem" if torch.cuda.is_available() else "host")
 
 
 def _aligned(t: torch.Tensor) -> torch.Tensor:

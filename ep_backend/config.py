@@ -16,6 +16,7 @@ TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 1e9  # nanoseconds in 64 bits
 MAX_COUNT = (1 << 31) - 1  # kernels and engines count in 32 bits
 PAYLOADS = {p.name.lower(): p for p in Payload}
+FABRICS = ("host", "nvshmem")
 FORMS = ("auto", "per_rank", "per_expert")
 RAILS = ("auto", "peer", "put")
 
@@ -109,6 +110,7 @@ class BufferConfig:
                 len(kinds) > 0,
                 f"hidden={hidden} is not a multiple of the FP8 scale group {layout.SCALE_GROUP}; use the bf16 payload",
             )
+        _require(fabric in FABRICS, f"fabric={fabric!r} is none of {', '.join(FABRICS)}")
         _require(
             fabric == "host" or Payload.FP32 not in kinds,
             "payload fp32 exists on the host fabric only; use bf16 or fp8",

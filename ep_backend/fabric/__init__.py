@@ -20,8 +20,6 @@ def make_fabric(name: str, config: BufferConfig, meeting: Meeting, faults: Fault
         return HostFabric(config, meeting, faults or Faults.from_env())
     if faults is not None:
         raise ValueError(f"faults are injected on the host fabric only, not on {name!r}")
-    if name == "nvshmem":
-        from ep_backend.fabric.nvshmem.fabric import NvshmemFabric
+    from ep_backend.fabric.nvshmem.fabric import NvshmemFabric
 
-        return NvshmemFabric(config, meeting)
-    raise ValueError(f"fabric {name!r} is unknown; choose host or nvshmem")
+    return NvshmemFabric(config, meeting)

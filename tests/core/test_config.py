@@ -53,6 +53,8 @@ REFUSED = [
     (1, {"payloads": ([],)}, ["payload []", "bf16, fp8"]),
     (1, {"low_latency_form": "x"}, ["low_latency_form='x'", "per_rank, per_expert"]),
     (1, {"rail": "x"}, ["rail='x'", "peer, put"]),
+    (1, {"fabric": "HOST", "payloads": ("fp32",)}, ["fabric='HOST'", "none of host, nvshmem"]),
+    (1, {"fabric": ""}, ["fabric=''", "none of host, nvshmem"]),
     (1, {"ring_slots": 0}, ["ring_slots=0"]),
 ]
 

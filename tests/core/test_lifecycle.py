@@ -215,6 +215,10 @@ def hints(world: World) -> None:
     ):
         arguments = world.arguments(**changes)
         hint = EpBuffer.size_hint(world.size, **arguments)
+        usual = {"payloads": ("bf16",), "rail": "auto"}  # of every fabric
+        assert EpBuffer.size_hint(world.size, **arguments | usual | {"fabric": None}) == EpBuffer.size_hint(
+            world.size, **arguments | usual
+        )
         with world.make(**changes) as buffer:
             assert buffer.allocated_bytes == hint["total"], changes
             text = buffer.describe()
