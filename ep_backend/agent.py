@@ -1,8 +1,8 @@
 """A rank's agent: what this process's buffers executed, and changes of its mode, for the deployment's tools.
 
-HTTP is spoken by a small process of its own (:mod:`ep_backend.front`). The rank only answers its requests, from a thread
-that needs the interpreter's lock once a request, and says once a second that it is alive: so a rank that computes without
-pause, or is stopped, never keeps anybody waiting for a connection.
+HTTP is spoken by a small process of its own (:mod:`ep_backend.front`), which is started again where it ends. The rank only
+answers its requests, from a thread that needs the interpreter's lock once a request, and says once a second that it is alive:
+so a rank that computes without pause, or is stopped, never keeps anybody waiting for a connection.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 SILENT_S = 15.0  # a rank that said nothing for so long is taken for stopped: many heartbeats, also on a crowded machine
 STOP_S = 5.0
+MOST_STARTS, SOON_S = 5, 60.0  # so many starts of the HTTP process, each ended so soon, are enough
 MOST_BYTES = 1 << 20  # of one message
 
 Stats = Mapping[str, Any]
@@ -69,18 +70,15 @@ class Agent:
         self._buffers = buffers
         self._stopping = False
         require_key(key, setting="agent_", host=host)
-        with listen("agent", "agent_", host, port) as listener:
-            self.port = int(listener.getsockname()[1])
-            # Messages keep their bounds, and each side sees the other's end, however it ends.
-            self._front, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "ep_backend.front", str(listener.fileno()), str(theirs.fileno())],
-                    pass_fds=(listener.fileno(), theirs.fileno()),
-                    stdin=subprocess.DEVNULL,
-                )
-        self._front.settimeout(HEARTBEAT_S)
-        self._front.send(json.dumps({"host": host, "key": key, "pid": os.getpid()}).encode())
+        self._hello = {"host": host, "key": key, "pid": os.getpid()}
+        self._listener = listen("agent", "agent_", host, port)
+        self.port = int(self._listener.getsockname()[1])
+        self._soon = 0
+        try:
+            self._start_front()
+        except OSError:
+            self._listener.close()
+            raise
         self._thread = threading.Thread(target=self._serve, name="ep-backend-agent", daemon=True)
         self._thread.start()
 
@@ -95,11 +93,44 @@ class Agent:
             self._front.shutdown(socket.SHUT_RDWR)
         self._thread.join(STOP_S)
         self._front.close()
+        self._listener.close()
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def _start_front(self) -> None:
+        # Messages keep their bounds, and each side sees the other's end, however it ends.
+        front, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            fds = self._listener.fileno(), theirs.fileno()
+            command = [sys.executable, "-m", "ep_backend.front", *map(str, fds)]
+            self._process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+        front.settimeout(HEARTBEAT_S)
+        with suppress(OSError):  # it may have ended, which the next recv tells
+            front.send(json.dumps(self._hello).encode())
+        self._front, self._started = front, time.monotonic()
+
+    def _started_again(self) -> bool:
+        """After the HTTP process has ended; False where the agent is stopping, or another start would be of no use."""
+        self._front.close()
+        if self._stopping:
+            return False
+        status, rank = self._process.wait(), self._identity.rank
+        self._soon = self._soon + 1 if time.monotonic() - self._started < SOON_S else 1
+        if self._soon >= MOST_STARTS:
+            log.error("the agent of rank %d no longer serves: its HTTP process ended %d times soon", rank, self._soon)
+            self._listener.close()
+            return False
+        log.error("the HTTP process of rank %d's agent ended with status %d and is started again", rank, status)
+        try:
+            self._start_front()
+        except OSError as error:
+            log.error("the agent of rank %d no longer serves: %s", rank, error)
+            self._listener.close()
+            return False
+        return True
 
     def _serve(self) -> None:
         self._say({"id": 0, "code": 200, "body": self.status()})
@@ -107,14 +138,17 @@ class Agent:
             try:
                 message = self._front.recv(MOST_BYTES)
             except TimeoutError:
+                if self._stopping:
+                    return
                 self._say({"id": None})
                 continue
             except OSError:
                 message = b""
             if not message:
-                if not self._stopping:
-                    log.error("the agent of rank %d no longer serves: its HTTP process has ended", self._identity.rank)
-                return
+                if not self._started_again():
+                    return
+                self._say({"id": 0, "code": 200, "body": self.status()})
+                continue
             request = json.loads(message)
             self._say({"id": request["id"], **self._answer(request)})
 

@@ -1,5 +1,7 @@
 """The rank's agent over HTTP, its refusals, and the watchdog."""
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -195,6 +197,30 @@ def test_a_status_does_not_wait_for_a_busy_rank(agent):
 def test_a_change_that_comes_too_late_is_refused(agent):
     request = {"do": "prepare", "token": 5, "mode": "auto", "until": time.monotonic() - 0.1}
     assert agent(Buffer("direct", 7))._answer(request) == {"code": 409, "body": "the request came too late"}
+
+
+def test_the_http_process_is_started_again_on_its_port(agent, caplog):
+    one = agent(Buffer("direct", 3))
+    for _ in range(2):
+        first = one._process.pid
+        assert httpx.get(f"http://127.0.0.1:{one.port}/status", timeout=30).json()["epoch"] == 3
+        os.kill(first, signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while one._process.pid == first:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert httpx.get(f"http://127.0.0.1:{one.port}/status", timeout=30).json()["epoch"] == 3
+    assert "the HTTP process of rank 1's agent ended with status -9 and is started again" in caplog.text
+
+
+def test_an_http_process_that_always_ends_is_given_up(agent, caplog, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    one = agent(Buffer("direct", 3))
+    one._thread.join(30)
+    assert not one._thread.is_alive()
+    assert "the agent of rank 1 no longer serves: its HTTP process ended 5 times soon" in caplog.text
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{one.port}/status", timeout=30)
 
 
 def test_the_http_process_ends_with_the_rank():
