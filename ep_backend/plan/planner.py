@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ep_backend.config import MAX_RANKS
 from ep_backend.deployment.batches import capacity, tokens_a_sequence
 from ep_backend.deployment.buffers import buffer_config, payload_of
 from ep_backend.deployment.engines.traits import FRACTION_FLAGS
+from ep_backend.deployment.reach import beyond_kernels
 from ep_backend.deployment.resolve import (
     Group,
     ModelUnknown,
@@ -231,10 +231,8 @@ def _calibration(machine: Topology) -> Calibration:
 
 def _assumptions(c: _Context) -> Iterator[str]:
     routing, shape, held = c.deployment.model.routing, c.shape, c.memory
-    if c.deployment.topology.device == "cuda" and c.group.ranks > MAX_RANKS:
-        yield f"a plan alone: the kernels serve up to {MAX_RANKS} ranks, and engines with {c.group.ranks} refuse to start"
-    elif c.links.nic_gbs is not None and c.group.nodes > 1 and c.role.ep.rail is None:
-        yield "a plan alone: over a NIC engines start with ep.rail: put, by which hybrid is the only mode"
+    if beyond := beyond_kernels(c.deployment, c.role):
+        yield f"a plan alone, for engines would refuse to start: the role {beyond}"
     if routing.kind == "uniform":
         limit = f"; the model's limit of {shape.top_groups} in {shape.groups} groups is not used" if shape.groups > 1 else ""
         yield f"routing: every set of {shape.top_k} experts equally likely{limit}"

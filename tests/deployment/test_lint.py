@@ -11,7 +11,7 @@ from ep_backend.deployment.lint.texts import rules
 BROKEN = sorted((Path(__file__).parent / "broken").glob("*.yaml"))
 DEPLOY = Path(__file__).parents[2] / "deploy"
 # Rules that look at this machine, or at an installed engine; their tests are below and in test_lint_host.py.
-OF_THE_MACHINE = {"EP005", "EP013", "EP014", "EP015", "EP306", "EP407", "EP409"}
+OF_THE_MACHINE = {"EP005", "EP013", "EP014", "EP015", "EP016", "EP306", "EP407", "EP409"}
 
 
 def marked(file: Path) -> set[tuple[int, str]]:

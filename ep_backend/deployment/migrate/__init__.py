@@ -20,6 +20,7 @@ from ep_backend.deployment.migrate.roles import Draft, draft, told_role
 from ep_backend.deployment.migrate.shell import Unreadable, commands
 from ep_backend.deployment.presets import models, topologies
 from ep_backend.deployment.problems import Finding
+from ep_backend.deployment.reach import out_of_reach
 from ep_backend.deployment.render.text import as_yaml
 from ep_backend.deployment.schema import RoleName
 from ep_backend.files import read_text
@@ -83,7 +84,7 @@ def migrate(
     notes += _capacities(document)
     text = f"# From {', '.join(where for where, _ in inputs)} by `ep-backend migrate`.\n\n" + as_yaml(document)
     loaded, problems = read_file(file, text)
-    problems += lint(loaded.deployment)
+    problems += [*lint(loaded.deployment), *out_of_reach(loaded.deployment)]
     return Migrated(text, notes, loaded.findings(problems))
 
 

@@ -11,6 +11,7 @@ from ep_backend.deployment.lint import lint
 from ep_backend.deployment.lint.texts import rules
 from ep_backend.deployment.load import read
 from ep_backend.deployment.problems import DeploymentError, Finding, Problem
+from ep_backend.deployment.reach import out_of_reach
 from ep_backend.deployment.render import kubernetes, slurm
 from ep_backend.deployment.render.podmonitor import POD_MONITOR, pod_monitor
 from ep_backend.deployment.render.role import ENGINE, FIRST_PORT, LAUNCH, SETTINGS, role_files
@@ -134,6 +135,7 @@ def _missing(deployment: Deployment) -> Iterator[Problem]:
     def problem(place: tuple[str, ...], what: str, fix: str) -> Problem:
         return Problem(place, what, fix, "EP015")
 
+    yield from out_of_reach(deployment)
     if model.source is None and model.path is None:
         yield problem(
             ("model",),

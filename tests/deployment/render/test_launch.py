@@ -151,7 +151,8 @@ def test_render_says_where_clients_reach_it(launcher: Launcher, rendered: Callab
     assert "clients reach 127.0.0.1:8000 on its own host only; for others set `router: {host: 0.0.0.0}` in d.yaml\n" in said(
         one, "shell"
     )
-    assert said(two, "slurm") == (
+    assert "warning: d.yaml:6:5: roles.unified.nodes: spans 2 NVLink domains, between which only hybrid" in said(two, "slurm")
+    assert said(two.replace("max_tokens", "mode: hybrid, rail: put, max_tokens"), "slurm") == (
         "whoever reaches the router at port 8000 can send requests; `router: {host: ADDRESS}` in d.yaml narrows it\n"
     )
     loud = said(two + "router: {host: localhost}\n", "shell")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ep_backend.deployment.problems import DeploymentError
+from ep_backend.deployment.problems import DeploymentError, Finding
 from ep_backend.deployment.render import FolderRefused, Rendered, render, write
 
 HERE = Path(__file__).parent
@@ -34,6 +34,27 @@ def test_the_golden_files(name: str) -> None:
 def test_shipped_deployments_render(file: Path) -> None:
     assert len(render(file).files) > 3
     assert render(file) == render(file)
+
+
+def test_what_the_kernels_do_not_reach_is_told() -> None:
+    """After minutes of loading on every node it would be an error of the engines."""
+    reach = {file.stem: told for file in DEPLOY.glob("[!hl]*.yaml") if (told := beyond(render(file).warnings))}
+    assert reach == {
+        "deepseek-v3-h800-ep128": [
+            "roles.prefill.nodes: spans 4 NVLink domains, between which only hybrid goes, with ep.rail: put",
+            "roles.decode.nodes: has 128 ranks, and the kernels serve up to 32",
+        ],
+        "deepseek-v3-h100-sglang": [
+            "roles.prefill.nodes: spans 4 NVLink domains, between which only hybrid goes, with ep.rail: put",
+            "roles.decode.nodes: has 72 ranks, and the kernels serve up to 32",
+        ],
+        "kimi-k2-gb200-nvl72": ["roles.decode.nodes: has 48 ranks, and the kernels serve up to 32"],
+    }
+
+
+def beyond(warnings: list[Finding]) -> list[str]:
+    told = [finding.problem for finding in warnings if finding.problem.code == "EP016"]
+    return [f"{'.'.join(map(str, each.place))}: {each.what.removesuffix(': engines will refuse to start')}" for each in told]
 
 
 def test_nothing_is_written_while_lint_has_an_error(rendered: Callable[..., Path], tmp_path: Path) -> None:
