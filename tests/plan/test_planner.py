@@ -95,6 +95,22 @@ def test_auto_takes_low_latency_where_hybrid_saves_too_little() -> None:
     assert plan(unified(16, 1024, mode="low_latency")).roles["unified"].auto == "hybrid"
 
 
+@pytest.mark.parametrize(
+    ("ranks", "ep", "beyond"),
+    [
+        (64, {"rail": "put"}, "the role has 64 ranks, and the kernels serve up to 32"),
+        (16, {}, "the role spans 2 NVLink domains, between which only hybrid goes, with ep.rail: put"),
+        (16, {"mode": "hybrid", "rail": "put"}, None),
+        (8, {"gpus_per_node": 4}, None),
+    ],
+)
+def test_what_engines_would_refuse_is_told(ranks: int, ep: dict[str, Any], beyond: str | None) -> None:
+    """Virtual nodes of one host map each other's memory."""
+    told = plan(unified(ranks, **ep)).roles["unified"].assumptions
+    said = [line for line in told if line.startswith("a plan alone")]
+    assert said == ([f"a plan alone, for engines would refuse to start: {beyond}"] if beyond else [])
+
+
 def test_auto_leaves_out_what_does_not_fit() -> None:
     """Slots for 500 000 tokens exceed the GPU, rings do not."""
     role = plan(unified(8, 500_000, "h200-nvl8-cx7")).roles["unified"]
