@@ -336,9 +336,13 @@ def beyond_a_limit(world: World, limit: str) -> Outcome:
     """Rank 1 may not take or map what the others may."""
     import resource
 
+    world.make().destroy()  # what is imported and connected once is, now
     with open("/proc/self/statm") as statm:
         mapped = int(statm.read().split()[0]) * resource.getpagesize()
-    most = {"RLIMIT_FSIZE": 4096, "RLIMIT_AS": mapped + (64 << 20), "RLIMIT_NOFILE": len(os.listdir("/proc/self/fd"))}
+    lowest_free = os.dup(0)  # the only number below the limit, whatever is open above
+    os.close(lowest_free)
+    # Threads have room, two heaps have not.
+    most = {"RLIMIT_FSIZE": 4096, "RLIMIT_AS": mapped + (400 << 20), "RLIMIT_NOFILE": lowest_free + 1}
     which = getattr(resource, limit)
     before = resource.getrlimit(which)
     if world.rank == 1:
