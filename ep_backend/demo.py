@@ -140,8 +140,8 @@ def _flip(console: Console, state: RunState, file: Path, prefill: str, decode: s
 def _run_round(
     console: Console, state: RunState, prompts: list[str], prefill: str, decode: str, flip_file: Path | None = None
 ) -> Round:
-    """Sends all prompts, and counts what they moved. With ``flip_file`` the modes are flipped to while answers stream, and
-    what came before that is not counted."""
+    """Sends all prompts, and counts what they moved in these modes. With ``flip_file`` those are flipped to while answers
+    stream; the ranks count each mode by itself."""
     streaming = threading.Event()
     before = even_statuses(state)
     started = time.monotonic()
@@ -165,7 +165,6 @@ def _run_round(
         if flip_file is not None:
             streaming.wait(TIMEOUT_S)
             _flip(console, state, flip_file, prefill, decode)
-            before = even_statuses(state)
         answers = [one.result() for one in running]
     seconds = time.monotonic() - started
     after = even_statuses(state)

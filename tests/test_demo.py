@@ -1,5 +1,6 @@
 """The demo's verdict: one wrong token or one silent counter fails it."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,24 @@ def test_ranks_at_work_are_read_at_the_same_dispatch(monkeypatch: pytest.MonkeyP
     assert [rank.modes["direct"].dispatches for rank in demo.even_statuses(state)] == [261, 261]
     monkeypatch.setattr(demo, "rank_statuses", lambda *_: reading(1, 2))
     assert len(demo.even_statuses(state)) == 2
+
+
+def test_what_came_after_a_flip_counts_though_the_answers_end_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a fast machine nothing may be left to do when the flip has returned."""
+    place = {"pid": 1, "start_ticks": 1, "started_at": 0.0, "url": "u", "served_name": "m"}
+    state = RunState(name="demo", instances=[], **place)
+    flipped = threading.Event()
+    both = {"direct": MOVED, "normal": MOVED}
+    monkeypatch.setattr(demo, "stream", lambda *_: iter(EXPECTED[0]))
+    monkeypatch.setattr(demo, "_flip", lambda *_: flipped.set())
+    monkeypatch.setattr(
+        demo,
+        "even_statuses",
+        lambda _: [status(MOVED, "normal").model_copy(update={"modes": both}) if flipped.is_set() else status(MOVED)],
+    )
+    found = demo._run_round(Console(), state, make_prompts(), "normal", "hybrid", flip_file=tmp_path)
+    assert found.answers == EXPECTED and found.silent == []
+    assert [delta.dispatches for _, _, delta in found.deltas] == [MOVED.dispatches]
 
 
 def test_a_broken_deployment_differs_only_in_its_environment(tmp_path: Path) -> None:
