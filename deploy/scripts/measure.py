@@ -625,7 +625,9 @@ def _profiles(entry: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 def _facts(file: Path, document: dict[str, Any]) -> dict[str, Any]:
     shown = json.loads(json.dumps(document))
-    shown["model"]["path"] = Path(shown["model"]["path"]).name  # of no use on another machine
+    shown["model"]["path"] = Path(shown["model"]["path"]).name  # of no use on another machine, like these:
+    _role(shown)["env"].pop("PYTHONPATH", None)
+    _role(shown)["args"].pop("profiler-config", None)
     return {
         **{
             "file": str(file),
