@@ -94,11 +94,15 @@ class Agent:
         self._thread.join(STOP_S)
         self._front.close()
         self._listener.close()
+        self._end_process()
+
+    def _end_process(self) -> int:
+        """The HTTP process's exit status; it is killed if it does not end by itself in STOP_S seconds."""
         try:
-            self._process.wait(STOP_S)
+            return self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            return self._process.wait()
 
     def _start_front(self) -> None:
         # Messages keep their bounds, and each side sees the other's end, however it ends.
@@ -115,22 +119,21 @@ class Agent:
     def _started_again(self) -> bool:
         """After the HTTP process has ended; False where the agent is stopping, or another start would be of no use."""
         self._front.close()
+        status, rank = self._end_process(), self._identity.rank
         if self._stopping:
             return False
-        status, rank = self._process.wait(), self._identity.rank
         self._soon = self._soon + 1 if time.monotonic() - self._started < SOON_S else 1
-        if self._soon >= MOST_STARTS:
-            log.error("the agent of rank %d no longer serves: its HTTP process ended %d times soon", rank, self._soon)
-            self._listener.close()
-            return False
-        log.error("the HTTP process of rank %d's agent ended with status %d and is started again", rank, status)
-        try:
-            self._start_front()
-        except OSError as error:
-            log.error("the agent of rank %d no longer serves: %s", rank, error)
-            self._listener.close()
-            return False
-        return True
+        why = f"its HTTP process ended {self._soon} times soon"
+        if self._soon < MOST_STARTS:
+            log.error("the HTTP process of rank %d's agent ended with status %d and is started again", rank, status)
+            try:
+                self._start_front()
+                return True
+            except OSError as error:
+                why = str(error)
+        log.error("the agent of rank %d no longer serves: %s", rank, why)
+        self._listener.close()
+        return False
 
     def _serve(self) -> None:
         self._say({"id": 0, "code": 200, "body": self.status()})

@@ -235,9 +235,8 @@ class Controller:
         """
         body = {"model": self.running.model.served_name, "prompt": PROMPT, "max_tokens": STEPS, "ignore_eos": True}
         state, traits = self._state(), dict(self.running.roles.items())[role].traits
-        urls = [instance.url for instance in state.of(role) if instance.url]
-        if traits.bootstraps and role != "unified":
-            urls = [state.url]
+        by_router = traits.bootstraps and role != "unified"
+        urls = [state.url] if by_router else [instance.url for instance in state.of(role) if instance.url]
         limit = self.running.control.flip_timeout_s
         while urls:
             for url in urls:

@@ -74,8 +74,8 @@ def changes(old: Deployment, new: Deployment, started: Started | None = None) ->
     `started`: where roles of the old one run and were flipped since; else they are as it says.
     """
     differing = _differences(old.model_dump(mode="json"), new.model_dump(mode="json"))
-    modes: Started = {**{name: role.ep.mode for name, role in old.roles.items()}, **(started or {})}
-    return [_change(old, new, place, was, becomes, modes) for place, was, becomes in differing]
+    started = started or {name: role.ep.mode for name, role in old.roles.items()}
+    return [_change(old, new, place, was, becomes, started) for place, was, becomes in differing]
 
 
 def reachable(deployment: Deployment, name: RoleName, started: ModeName) -> list[str]:

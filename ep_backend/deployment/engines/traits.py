@@ -17,7 +17,7 @@ class Traits:
     """Its tensor-parallel ranks are all ranks of the role, not those within a data-parallel one."""
     fraction_flag: str
     fraction: float
-    """Of a GPU's memory that it takes where the flag is not given, on an 80 GiB GPU."""
+    """Of a GPU's memory that it takes where the flag is not given: vLLM's default; SGLang chooses by GPU, about this."""
     variables: str
     """What its environment variables begin with."""
     registers_variables: bool
@@ -32,8 +32,9 @@ class Traits:
     cpu_pairs: bool
     """Moves KV blocks from prefill to decode without GPUs."""
     cpu_replicas: bool
-    """Balances experts over replicas without GPUs."""
+    """False: it refuses replicas of experts without GPUs."""
     launches_share_a_machine: bool
+    """False: several of one role would claim the same ports."""
     bootstraps: bool
     """Decode finds prefill at a port of prefill's, and both refuse a prompt that did not come by the pair's router."""
 
