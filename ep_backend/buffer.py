@@ -384,8 +384,12 @@ class EpBuffer:
             if not isinstance(t, torch.Tensor) and (t is not None or name == "y"):
                 raise TypeError(f"{name} is a {type(t).__name__}; give a torch.Tensor")
         call = handle.call
-        state = self._lanes[call.lane] if call is not None and handle.owner is self else _LaneState()
-        if call is None or state.call is not call or state.pending != "combine":
+        if (
+            call is None
+            or handle.owner is not self
+            or (state := self._lanes[call.lane]).call is not call
+            or state.pending != "combine"
+        ):
             raise RuntimeError(
                 f"combine needs the handle of the finished dispatch of its lane, once ({self._pending()} pending)"
             )
