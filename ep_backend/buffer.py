@@ -256,7 +256,8 @@ class EpBuffer:
             layout: "compact" or "masked"; default the mode's own.
             lane: which micro-batch.
             fp8: cast bf16 rows to e4m3 on the way, with this scale format.
-            handle: repeat that dispatch's routing (then topk_ids and topk_weights stay None); normal mode skips its counts.
+            handle: repeat that dispatch's routing (then topk_ids and topk_weights stay None); normal mode skips its counts, so
+                that there all ranks must repeat the same dispatch.
             return_hook: return after the send phase; ``hook()`` of the result runs the receive phase.
             async_finish: run on a stream of the lane's own, behind what the current one was given so far, and return an event
                 (None on a CPU) behind the receive phase, for which a stream waits before it reads the result.

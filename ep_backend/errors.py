@@ -54,8 +54,8 @@ class EpRefused(EpError):
 
 
 class EpDisagree(EpError):
-    """Ranks called different modes, layouts or payloads in one epoch, or more tokens than one expects, or on GPUs one refused
-    what others called. The buffer is failed."""
+    """Ranks called different modes, layouts or payloads in one epoch, or repeated different dispatches of normal, or sent more
+    tokens than one expects, or on GPUs one refused what others called. The buffer is failed."""
 
 
 class EpTimeout(EpError):

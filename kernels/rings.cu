@@ -500,10 +500,25 @@ __device__ __forceinline__ bool end_round(const Args& a, const Shared& sh, int l
   return __all_sync(kFullWarp, ok);
 }
 
+// A repeated dispatch has its plan already, and tells the others of which round it is. By one warp, lane r for rank r, which then
+// knows that all repeat the same.
+__device__ __forceinline__ bool repeat_round(const Args& a, Shared& sh, int lane) {
+  const u64 round = reinterpret_cast<const u32*>(a.plan)[plan_round(a.ranks)];
+  if (lane < a.ranks)
+    store_relaxed_sys(heap_word(a, lane, a.stream_count, plan_row(a.rank, 0)), signal_word(sh.epoch, round));
+  bool ok = await_intents(a, sh, lane);   // first: the count of a rank that does not repeat is no round
+  if (ok and lane < a.ranks) {
+    const u64 word = wait_word(a, Op::kDispatch, lane, a.stream_count, plan_row(lane, 0), sh.epoch, 0);
+    ok = word != 0 and signal_count(word) == round;
+    if (word != 0 and not ok) report(a, Fault::kOtherRound, Op::kDispatch, sh.epoch, lane, round, signal_count(word));
+  }
+  return __all_sync(kFullWarp, ok);
+}
+
 }  // namespace ep
 
 // Announces the call, exchanges counts, and leaves the plan and the host's count: the first block has a warp a source and
-// waits. A repeated dispatch has its plan already and only meets the others.
+// waits. A repeated dispatch only meets the others.
 extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_count(const __grid_constant__ ep::Args a) {
   using namespace ep;
   __shared__ Shared sh;
@@ -520,7 +535,7 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_count(cons
   pass(11);
   if (blockIdx.x != 0) return;
   if (source == 0) {
-    bool ok = await_intents(a, sh, lane);
+    bool ok = repeats ? repeat_round(a, sh, lane) : await_intents(a, sh, lane);
     if (lane == 0) sh.stopped = not ok;
   }
   __syncthreads();
@@ -546,7 +561,9 @@ extern "C" __global__ void __launch_bounds__(ep::kThreads, 1) ep_ring_count(cons
     *rail_plan(a, node, channel) = int(signal_count(word));
     ok = word != 0;
   }
-  if (ok and threadIdx.x == 0) tell_host(a, all);
+  if (not ok or threadIdx.x != 0) return;
+  reinterpret_cast<u32*>(a.plan)[plan_round(a.ranks)] = u32((sh.epoch << 1 | a.lane) & kCountMask);
+  tell_host(a, all);
 }
 
 extern "C" __global__ void __launch_bounds__(ep::kRingThreads, 1) ep_ring_dispatch(const __grid_constant__ ep::Args a) {

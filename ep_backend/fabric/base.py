@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ep_backend.layout import Payload
+from ep_backend.layout import COUNT_MASK, Payload
 from ep_backend.modes import Layout, Mode
 
 if TYPE_CHECKING:
@@ -78,10 +78,21 @@ class Call:
         return ranks * self.most
 
     @property
+    def round(self) -> int:
+        """Which round of which lane it is, as far as a word's count has room for that."""
+        return (self.epoch << 1 | self.lane) & COUNT_MASK
+
+    @property
     def stays(self) -> bool:
         """Combine reads this rank's own answers from y. Between the phases of a split call the caller may use y's memory for
         something else."""
         return self.layout is Layout.COMPACT and not self.split
+
+
+def other_round(rank: int, own: int, peer: int, seen: int) -> str:
+    """Why two ranks cannot repeat dispatches of these rounds at once."""
+    mine, theirs = (f"of epoch {count >> 1} in lane {count & 1}" for count in (own, seen))
+    return f"rank {rank} repeats the dispatch {mine} and rank {peer} that {theirs}; give all ranks the handle of the same one"
 
 
 class Fabric(Protocol):

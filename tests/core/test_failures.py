@@ -353,6 +353,37 @@ def test_a_handle_on_some_ranks_only(ranks: Any) -> None:
     assert any("with a handle" in o.message for o in found)
 
 
+def different_handles(world: World, size: int) -> str:
+    """Counts of one round in a call that others make with those of another: rows that nobody sends would be waited for."""
+    buffer = world.make(gpus_per_node=2)
+    handles = [
+        Round(world, buffer, oracle.make_case(seed, [4] * size), "normal", lane=lane).run().got.handle
+        for seed, lane in ((1, 0), (2, 1))
+    ]
+    x = torch.zeros(4, buffer.config.hidden, dtype=torch.bfloat16, device=world.device)
+    outcome, took = timed(lambda: buffer.dispatch(x, mode="normal", handle=handles[world.rank == 1]))
+    world.settle()
+    assert took < SLACK_S and buffer.failure() is not None
+    buffer.destroy()
+    return outcome.message or str(buffer.failure())
+
+
+def test_handles_of_different_rounds_are_told(ranks: Any, fabric: str) -> None:
+    said = ranks(4, fabric).run(different_handles, 4)
+    told = [
+        re.search(
+            r"in dispatch of normal, lane 0, epoch 2, rank (.) repeats the dispatch of epoch 1 in lane (.) "
+            r"and rank (.) that of epoch 1 in lane (.); give all ranks the handle of the same one",
+            text,
+        )
+        for text in said
+    ]
+    assert any(told) and all(found or "gave up" in text for found, text in zip(told, said, strict=True)), said
+    for found in filter(None, told):
+        own, its_lane, peer, peers_lane = map(int, found.groups())
+        assert (own == 1) != (peer == 1) and its_lane == (own == 1) and peers_lane == (peer == 1)
+
+
 def raised_within(world: World) -> tuple[Outcome, float]:
     """The last rank leaves the buffer's block by an error of its own, between a dispatch and its combine."""
 

@@ -65,7 +65,7 @@ class HostFabric:
     def finish_dispatch(self, call: Call) -> Received:
         with self.stats.mode(call.mode.value).dispatch.timed("receive"), self._refusal_first(call):
             received: Received = _protocol(call.mode).finish_dispatch(self, call)
-            self._check(call, "dispatch")  # modes that use the same words would not notice that they differ
+            self.check(call, "dispatch")  # modes that use the same words would not notice that they differ
         self._executed = (call.mode, call.epoch)
         # Every peer's word is of this epoch: it came before the peer's records, and the next needs this rank's combine.
         carried = {self.peek(call.lane, self.words.intent, r)[1] >> PROPOSAL_SHIFT for r in range(self.shape.ranks)}
@@ -143,7 +143,7 @@ class HostFabric:
         def waited(peer: int, seconds: float) -> None:
             self.stats.wait_s[peer] += seconds
 
-        run(tasks, record, self.config.timeout_s, lambda: self._check(call, op), waited)
+        run(tasks, record, self.config.timeout_s, lambda: self.check(call, op), waited)
 
     # Agreement, failure and the end.
 
@@ -216,10 +216,10 @@ class HostFabric:
         try:
             yield
         except (IndexError, ValueError):
-            self._check(call, "dispatch")
+            self.check(call, "dispatch")
             raise
 
-    def _check(self, call: Call, op: str) -> None:
+    def check(self, call: Call, op: str) -> None:
         """Raise if a peer failed, refused this epoch, or called something else in it."""
         reason = self.failure()
         if reason is not None:

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from ep_backend import layout
-from ep_backend.fabric.base import Call, Received
+from ep_backend.errors import EpDisagree
+from ep_backend.fabric.base import Call, Received, other_round
 from ep_backend.fabric.host.core import (
     Arrived,
     Bools,
@@ -119,9 +120,8 @@ def start_dispatch(f: HostFabric, call: Call) -> None:
     per_node = s.gpus_per_node
     state = call.state = _State(out, [], [])
     if call.repeats:
-        state.counts, state.rail_counts = call.routing.counted
-        # Counts would have told that every rank is in this epoch, also those that send nothing.
-        f.run(call, "dispatch", *(f.await_word(call, w.intent, r, r, []) for r in range(s.ranks)))
+        state.counts, state.rail_counts, earlier = call.routing.counted
+        _repeat_round(f, call, earlier)
     else:
         _exchange_counts(f, call, state)
 
@@ -182,6 +182,20 @@ def start_dispatch(f: HostFabric, call: Call) -> None:
     state.received, state.arrived = place(call, s, f.rank, segments)
 
 
+def _repeat_round(f: HostFabric, call: Call, earlier: int) -> None:
+    """Meet the others, also those that send nothing; all must repeat the same round."""
+    f.faults.at("before_count")
+    said: list[list[int]] = [[] for _ in range(f.shape.ranks)]
+    for peer in range(f.shape.ranks):
+        f.signal(peer, call.lane, f.words.count, f.rank, call.epoch, earlier)
+    f.run(call, "dispatch", *(f.await_word(call, f.words.count, r, r, said[r]) for r in range(f.shape.ranks)))
+    f.check(call, "dispatch")  # first: the count of a rank that does not repeat is no round
+    for peer, (theirs,) in enumerate(said):
+        if theirs != earlier:
+            where = f"dispatch of normal, lane {call.lane}, epoch {call.epoch}"
+            raise EpDisagree(f"in {where}, {other_round(f.rank, earlier, peer, theirs)}")
+
+
 def _exchange_counts(f: HostFabric, call: Call, state: _State) -> None:
     s, w, out = f.shape, f.words, state.sent
     f.faults.at("before_count")
@@ -200,7 +214,7 @@ def _exchange_counts(f: HostFabric, call: Call, state: _State) -> None:
     )
     state.counts = [c[0] for c in counts]
     state.rail_counts = [c[0] for c in rails]
-    call.routing.counted = state.counts, state.rail_counts
+    call.routing.counted = state.counts, state.rail_counts, call.round
 
 
 def finish_dispatch(f: HostFabric, call: Call) -> Received:

@@ -15,7 +15,7 @@ import torch
 from ep_backend import layout
 from ep_backend.config import MAX_RANKS, BufferConfig
 from ep_backend.errors import EpDisagree, EpError, EpFailed, EpTimeout, WaitRecord
-from ep_backend.fabric.base import Call, Received
+from ep_backend.fabric.base import Call, Received, other_round
 from ep_backend.fabric.meeting import Meeting
 from ep_backend.fabric.nvshmem import launches, rings
 from ep_backend.fabric.nvshmem.device import Gpu
@@ -29,7 +29,7 @@ from ep_backend.stats import BufferStats
 log = logging.getLogger(__name__)
 
 OPS = ("dispatch", "combine")
-TIMEOUT, DISAGREE, ABORT, BAD_ID, SKIPPED, TOO_MANY = range(1, 7)  # Fault of args.h
+TIMEOUT, DISAGREE, ABORT, BAD_ID, SKIPPED, TOO_MANY, OTHER_ROUND = range(1, 8)  # Fault of args.h
 SIGNATURE_BITS, REPEATS = 6, 1 << 5  # kSignatureBits, kRepeats
 REFUSED = layout.REFUSED & (1 << SIGNATURE_BITS) - 1  # as kernels see it, for they compare signatures
 REFUSE = Launch("refuse", blocks=1, warps=1, roles=Roles())
@@ -420,6 +420,8 @@ class NvshmemFabric:
                 f"in {where}, rank {peer} sends {seen} rows to rank {self.rank}, whose most_tokens={expected}; "
                 "give every rank the most that any sends"
             )
+        if kind == OTHER_ROUND:
+            return EpDisagree(f"in {where}, {other_round(self.rank, expected, peer, seen)}")
         if kind == DISAGREE:
             return EpDisagree(
                 f"in {where}, rank {self.rank} called {_describe(expected)} and rank {peer} called {_describe(seen)}; "

@@ -105,8 +105,8 @@ class Outputs:
 
 
 def plan_words(ranks: int) -> int:
-    """Of args.h: rows by source and channel, and the slots between a source's channels."""
-    return ranks * (layout.CHANNELS + 2)
+    """Of args.h: rows by source and channel, the slots between a source's channels, and the round that counted them."""
+    return ranks * (layout.CHANNELS + 2) + 1
 
 
 def _room(capacity: int) -> int:

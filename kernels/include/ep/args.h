@@ -85,10 +85,11 @@ struct LaneState {
 };
 
 // What a dispatch leaves for later kernels, i32 each: by source and channel, [R][kChannels + 1], the row of its first
-// record (a channel that is not there is empty), and by source, [R], the slots between its channels.
+// record (a channel that is not there is empty), by source, [R], the slots between its channels, and normal's round that counted.
 EP_HD i64 plan_row(i64 source, i64 channel) { return source * (kChannels + 1) + channel; }
 EP_HD i64 plan_chunk(i64 ranks, i64 source) { return ranks * (kChannels + 1) + source; }
-EP_HD i64 plan_words(i64 ranks) { return plan_chunk(ranks, ranks); }
+EP_HD i64 plan_round(i64 ranks) { return plan_chunk(ranks, ranks); }
+EP_HD i64 plan_words(i64 ranks) { return plan_round(ranks) + 1; }
 
 // One a buffer.
 struct Control {
@@ -99,7 +100,7 @@ struct Control {
 
 // First error of this rank, in host memory so that it can be read while kernels run.
 enum class Report : int { kKind, kOp, kMode, kLane, kEpoch, kPeer, kExpected, kSeen, kWords };
-enum class Fault : u64 { kNone, kTimeout, kDisagree, kAbort, kBadId, kSkipped, kTooMany };
+enum class Fault : u64 { kNone, kTimeout, kDisagree, kAbort, kBadId, kSkipped, kTooMany, kOtherRound };
 enum class Op : int { kDispatch, kCombine };
 
 // Counters, u64 each. A mode has four rows of R (records and bytes of both operations, by destination) and scalars:
