@@ -64,14 +64,28 @@ __device__ __forceinline__ End tokens_to(const Args& a, const Route& to, int cha
   return writes(a, to.peer, int(a.ranks) + own, {a.rail_ring_tail, own}, {a.rail_ring_head, to.node}, channel);
 }
 
+// Of a channel's tokens, those that this launch sends.
+__device__ __forceinline__ Range sent_tokens(const Args& a, int channel) {
+  const Range all = channel_tokens(a, channel);
+  const int middle = min(all.last, all.first + int(a.ring_share));
+  return {a.part == i64(Part::kRest) ? middle : all.first, a.part == i64(Part::kFirst) ? middle : all.last};
+}
+// How many records of the stream in this lane, which carries `ranks`, the launch before this one has sent.
+__device__ __forceinline__ int sent_before(const Args& a, u32 ranks, int channel, int lane) {
+  const int first = channel_tokens(a, channel).first, stop = sent_tokens(a, channel).first;
+  int sent = 0;
+  for (int token = first; token < stop; token += 32) sent += __popc(block_of_streams(a, ranks, token, stop, lane));
+  return sent;
+}
+
 // One of the warps that take a channel's tokens in turns: a token is read and cast once for all its streams. `before`: tokens of
 // the block's earlier channels.
 __device__ __forceinline__ bool send_tokens(const Args& a, Shared& sh, Stage& stage, int channel, int member, int before, int lane) {
   const Offsets& f = sh.f;
-  const Range mine = channel_tokens(a, channel);
+  const Range mine = sent_tokens(a, channel);
   const u32 ranks = route(a, lane).ranks;
   const int workers = int(a.senders);
-  int limit = int(a.ring_share), base = 0, token = mine.first + first_turn(member, workers, before);
+  int limit = int(a.ring_share), base = sent_before(a, ranks, channel, lane), token = mine.first + first_turn(member, workers, before);
   for (int first = mine.first; first < mine.last; first += 32) {
     const u32 bits = block_of_streams(a, ranks, first, mine.last, lane);
     for (const int stop = min(first + 32, mine.last); token < stop; token += workers) {
@@ -583,7 +597,7 @@ extern "C" __global__ void __launch_bounds__(ep::kRingThreads, 1) ep_ring_dispat
   bool ok = not sh.stopped;
   int before = 0;   // of what this warp or lane counts, in the block's earlier channels
   for (int channel = blockIdx.x; ok and channel < a.channels; channel += gridDim.x) {
-    const Range mine = channel_tokens(a, channel);
+    const Range mine = sent_tokens(a, channel);
     if (warp < senders) {
       ok = send_tokens(a, sh, stage, channel, warp, before, lane);
       if (not ok) sh.progress.finish(warp, Progress::kAll, lane);
@@ -591,10 +605,11 @@ extern "C" __global__ void __launch_bounds__(ep::kRingThreads, 1) ep_ring_dispat
     } else if (warp == senders) {
       const Route to = route(a, lane);
       End ring = tokens_to(a, to, channel, lane);
+      const int sent = ring.done = ring.said = sent_before(a, to.ranks, channel, lane);
       ok = follow_tokens(a, sh.epoch, ring, to, mine, before, lane, [&] {
         return together(lane < senders ? load_acquire_cta(&sh.progress.done[lane]) : 0, senders, lane, lane < senders);
       });
-      add_written(a, Op::kDispatch, to.peer, ring.done, sh.f.bytes, false);
+      add_written(a, Op::kDispatch, to.peer, ring.done - sent, sh.f.bytes, false);
       before += mine.last - mine.first;
     } else if (warp < receive_from) {
       ok = warp == senders + 1 ? follow_relays<Op::kDispatch>(a, sh, passed, channel, before, lane)

@@ -21,6 +21,7 @@ from ep_backend.layout import Payload
 
 MOST_WARPS = 32  # of a block
 SHARED_BYTES = 227 << 10  # that a block may have, on sm_90 and sm_100
+ALL, FIRST, REST = range(3)  # Part of args.h
 STAGE_BYTES = 224 << 10  # of which a block's warps share for bulk copies, where the kernel leaves so much
 
 # Fields of Args behind heap[MAX_RANKS], in order, 64 bits each. LANE ones are the same for every call of a lane and mode.
@@ -40,7 +41,7 @@ CALL = (
     *("rows", "scales", "out_ids", "out_weights", "counts", "scale_stride", "fill", "host_rows"),
     *("plan", "target", "position", "pick_weight", "relay", "kept", "capacity", "channels", "chunk", "stays", "y", "out"),
     *("senders", "receive_from", "receivers", "send_stage", "receive_stage", "receive_at"),
-    *("send_parts", "receive_parts", "receive_groups", "staged", "advance"),
+    *("send_parts", "receive_parts", "receive_groups", "staged", "part", "advance"),
 )
 _CALL_AT, _ANSWER_AT, _LAUNCH_AT = (8 * (MAX_RANKS + len(LANE) + CALL.index(name)) for name in ("masked", "stays", "senders"))
 ARGS_BYTES = 8 * (MAX_RANKS + len(LANE) + len(CALL))
@@ -87,6 +88,7 @@ class Roles(NamedTuple):
     receive_parts: int = 1
     receive_groups: int = 1
     staged: int = 1
+    part: int = ALL
 
     @property
     def shared_bytes(self) -> int:

@@ -224,7 +224,7 @@ class Launches:
         return tuple(result)
 
     def _ring_count(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
-        return (rings.count(self._shape, self._blocks(call, self._most_waiting, SMS)),)
+        return rings.count(self._shape, call, self._blocks(call, self._most_waiting, SMS))
 
     def _ring_dispatch(self, call: Call, send: bool, receive: bool) -> tuple[Launch, ...]:
         return rings.dispatch(self._shape, call, self._blocks(call, self._most_waiting, SMS), self.ordered(call))

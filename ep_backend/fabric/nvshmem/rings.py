@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ep_backend import layout
 from ep_backend.fabric.base import Call
-from ep_backend.fabric.nvshmem.launch import STAGE_BYTES, Launch, Roles, casts
+from ep_backend.fabric.nvshmem.launch import ALL, FIRST, REST, STAGE_BYTES, Launch, Roles, casts
 from ep_backend.layout import Shape
 from ep_backend.modes import Layout
 
@@ -26,8 +26,19 @@ def channels(s: Shape) -> int:
     return max(1, min(layout.RING_CHANNELS, s.ring_slots // _CHANNEL_SLOTS))
 
 
-def count(s: Shape, blocks: int) -> Launch:
-    return Launch("ring_count", min(blocks, channels(s)), max(s.ranks, _COUNTING), Roles())
+def count(s: Shape, call: Call, blocks: int) -> tuple[Launch, ...]:
+    counting = Launch("ring_count", min(blocks, channels(s)), max(s.ranks, _COUNTING), Roles())
+    if not _sends_ahead(call):
+        return (counting,)
+    (rest,) = dispatch(s, call, blocks, ordered=False)
+    senders = min(MOST_WARPS - 1, STAGE_BYTES // rest.roles.send_stage)
+    first = Roles(senders, senders + 1, send_stage=rest.roles.send_stage, part=FIRST)
+    return counting, Launch("ring_dispatch", rest.blocks, senders + 1, first)
+
+
+def _sends_ahead(call: Call) -> bool:
+    """While the host waits for the number of rows, and makes tensors of that size, rings are filled: that waits for nobody."""
+    return call.layout is Layout.COMPACT and call.host_counts and not call.repeats
 
 
 def dispatch(s: Shape, call: Call, blocks: int, ordered: bool) -> tuple[Launch, ...]:
@@ -42,6 +53,7 @@ def dispatch(s: Shape, call: Call, blocks: int, ordered: bool) -> tuple[Launch, 
         sent = record
         senders, relays, receivers = _share_out(min(most, STAGE_BYTES // record), _COPYING, forwarding, receiving)
     roles = _roles(senders, relays, receivers, sent, record, senders * sent + relays * record)
+    roles = roles._replace(part=REST if _sends_ahead(call) else ALL)
     moving = Launch("ring_dispatch", min(blocks, channels(s)), roles.receive_from + receivers + 1, roles)
     if not ordered:
         return (moving,)

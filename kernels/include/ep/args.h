@@ -75,6 +75,7 @@ struct Args {
   i64 send_parts, receive_parts;          // warps that share a row
   i64 receive_groups;                     // combine: channels that a block sums at a time
   i64 staged;                             // dispatch: rows come through shared memory, not straight from their tensor
+  i64 part;                               // normal's dispatch: Part
   i64 advance;                            // combine: the lane's epoch ends with this launch
 };
 
@@ -90,6 +91,10 @@ EP_HD i64 plan_row(i64 source, i64 channel) { return source * (kChannels + 1) + 
 EP_HD i64 plan_chunk(i64 ranks, i64 source) { return ranks * (kChannels + 1) + source; }
 EP_HD i64 plan_round(i64 ranks) { return plan_chunk(ranks, ranks); }
 EP_HD i64 plan_words(i64 ranks) { return plan_round(ranks) + 1; }
+
+// The tokens of a channel that a launch of normal's dispatch sends: all; or as many as each ring has slots for, which wait for
+// nobody; or those behind them.
+enum class Part : int { kAll, kFirst, kRest };
 
 // One a buffer.
 struct Control {

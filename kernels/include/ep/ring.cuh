@@ -188,13 +188,14 @@ __device__ __forceinline__ u32 block_of_streams(const Args& a, u32 ranks, int fi
   return mine;
 }
 
-// The same where all streams move with the channel's tokens; reach() says how many of the block's are done. Leaves what was said.
+// The same where all streams move with the channel's tokens; reach() says how many of the block's are done. Leaves what was said,
+// beside what `ring` had said before.
 template <typename Reach>
 __device__ __forceinline__ bool follow_tokens(const Args& a, u64 epoch, End& ring, const Route& r, Range mine, int before, int lane,
                                               Reach reach) {
   const int tokens = mine.last - mine.first, least = least_said(a);
   u32 to = block_of_streams(a, r.ranks, mine.first, mine.last, lane);
-  for (int block = 0, base = 0, given = 0; given < tokens;) {
+  for (int block = 0, base = ring.done, given = 0; given < tokens;) {
     const u32 done = reach();
     if (done >= Progress::kAll) return false;
     const int complete = min(tokens, int(done) - before);
