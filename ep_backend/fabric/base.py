@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Received:
-    """What a rank got: see :class:`ep_backend.buffer.Dispatched` for shapes."""
+    """What a rank got: see :class:`ep_backend.dispatched.Dispatched` for shapes."""
 
     rows: torch.Tensor
     scales: torch.Tensor | None

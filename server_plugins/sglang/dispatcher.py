@@ -2,7 +2,7 @@
 
 deepep_normal: one row a received token, in [N, H]; the runner weights and sums a row's local experts, combine sums over
 ranks. deepep_ll: rows by local expert, in [e, R x max_tokens, H]; combine weights and sums. Layouts of rows, scales and
-counts are those that DeepEP's tensors have; figures in the docstrings of :class:`ep_backend.buffer.Dispatched`.
+counts are those that DeepEP's tensors have; figures in the docstrings of :class:`ep_backend.dispatched.Dispatched`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from sglang.srt.layers.moe.utils import (
     get_deepep_output_dtype,
 )
 
-from ep_backend.buffer import Dispatched, EpBuffer
+from ep_backend.buffer import EpBuffer
+from ep_backend.dispatched import Dispatched
 from ep_backend.layout import align_up
 from ep_backend.modes import Family
 from server_plugins.sglang.choice import payload_of
