@@ -335,6 +335,29 @@ def test_kernels_do_not_take_a_rank_s_next_call_for_the_one_that_it_refused(
         assert told or (rank == wrong and arguments is ONLY_PUTS and "waited 8 s" in reason), f"rank {rank}: {reason}"
 
 
+def refused_without_a_store(world: World) -> Outcome:
+    """Rank 1 refuses a call of all when the store, where it would say why, answers nobody."""
+    buffer = world.make()
+    call = Round(world, buffer, oracle.make_case(1, [3, 13]), "direct")
+    if world.rank == 1:
+        meeting = buffer._fabric._meeting
+        store, meeting._store = meeting._store, None
+        outcome = attempt(call.dispatch)
+        meeting._store = store
+    else:
+        outcome = attempt(call.run)
+    Round(world, buffer, oracle.make_case(2, [3, 3]), "direct").run()
+    buffer.destroy()
+    outcome.value = None
+    return outcome
+
+
+def test_a_refusal_reaches_peers_without_the_store(ranks: Any) -> None:
+    told, own = ranks(2).run(refused_without_a_store)
+    assert own.error == "ValueError" and "13 tokens exceed max_tokens=12" in own.message, own
+    assert told.error == "EpRefused" and "the process group's store does not say why" in told.message, told
+
+
 def half_with_a_handle(world: World) -> Outcome:
     """normal exchanges no counts when it repeats a routing, so either all ranks repeat it or none does."""
     buffer = world.make()
