@@ -112,7 +112,11 @@ class NvshmemFabric:
         self.allocated_bytes = layout.heap_bytes(s, config.lanes)
         self.stats: BufferStats = DeviceStats(self)
         self._meeting = meeting
-        gpu.finish()
+        if not gpu.ends(config.timeout_s):
+            raise EpError(
+                f"rank {self.rank}: in {config.timeout_s:g} s {gpu.device} has not ended what it was given before, or it has "
+                "failed; find out what it is at, then make the buffer again on all ranks"
+            )
         gpu.join(self.allocated_bytes, meeting)
         self._kernels = gpu.kernels(meeting, rail_put=bool(s.staging))
         # Host memory that kernels write: 16 words of error report, then agreed, and received rows by lane.
@@ -458,9 +462,12 @@ class NvshmemFabric:
 
     def destroy(self) -> None:
         self._reason = self._reason or "destroyed"
-        if self._heap.base:
-            self._gpu.finish()
-        self._heap.close(min(self.config.timeout_s, 5.0))
+        if self._gpu.ends(self.config.timeout_s + 5.0):
+            return self._heap.close(min(self.config.timeout_s, 5.0))
+        log.warning(
+            "rank %d: %s is still at work, or has failed; %d bytes stay until the process ends",
+            *(self.rank, self.device, self.allocated_bytes),
+        )
 
 
 def _describe(signature: int) -> str:
