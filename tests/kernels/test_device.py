@@ -1,7 +1,8 @@
-"""The end of a buffer on a device that does not end, or has failed. There is none here: what is asked of it answers so."""
+"""What the fabric asks of a device. There is none here: what is asked answers as one would that works, has failed, or hangs."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from ep_backend.fabric.nvshmem.device import Gpu
 from ep_backend.fabric.nvshmem.fabric import NvshmemFabric
+from ep_backend.fabric.nvshmem.launch import Launch
 
 
 def device(monkeypatch: pytest.MonkeyPatch, synchronize: Any) -> Gpu:
@@ -42,3 +44,42 @@ def test_destroy_frees_only_what_the_device_has_done_with(ends: bool, caplog: py
     fabric.destroy()
     assert asked == [7.0] and closed == [2.0] * ends
     assert ("4096 bytes stay until the process ends" in caplog.text) != ends
+
+
+class Stream:
+    """A lane's own."""
+
+    def fork(self) -> None: ...
+
+    def join(self) -> None: ...
+
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def test_refusals_of_two_threads_go_to_the_streams_of_their_lanes() -> None:
+    """A launch holds its stream, and another thread may come between its being set and the driver's reading it."""
+    fabric, both = object.__new__(NvshmemFabric), threading.Barrier(2)
+    here, found = threading.local(), {}
+
+    def launch(how: Launch, args: int, stream: int) -> None:
+        how.config.stream = stream
+        both.wait(30.0)
+        found[args] = how.config.stream
+
+    fabric.rank, fabric._refused, fabric._refusals = 0, [0, 0], {0: 0, 1: 1}
+    fabric._own = [Stream(), Stream()]
+    fabric._meeting = SimpleNamespace(post=lambda *_, **__: None)
+    fabric._gpu = SimpleNamespace(capturing=lambda: False, stream=lambda: here.stream)
+    fabric._kernels = {"refuse": SimpleNamespace(launch=launch)}
+
+    def refuse(lane: int) -> None:
+        here.stream = 5 + lane
+        fabric.refuse([(lane, 1)], "of that lane")
+
+    threads = [threading.Thread(target=refuse, args=(lane,)) for lane in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert found == {0: 5, 1: 6} and fabric._refused == [1, 1]

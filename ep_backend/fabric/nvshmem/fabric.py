@@ -32,7 +32,6 @@ OPS = ("dispatch", "combine")
 TIMEOUT, DISAGREE, ABORT, BAD_ID, SKIPPED, TOO_MANY = range(1, 7)  # Fault of args.h
 SIGNATURE_BITS, REPEATS = 6, 1 << 5  # kSignatureBits, kRepeats
 REFUSED = layout.REFUSED & (1 << SIGNATURE_BITS) - 1  # as kernels see it, for they compare signatures
-REFUSE = Launch("refuse", blocks=1, warps=1, roles=Roles())
 
 
 class DeviceStats(BufferStats):
@@ -374,7 +373,8 @@ class NvshmemFabric:
             own = self._own[lane]  # behind whatever the lane was given, on this stream and its own
             own.fork()
             with own.current():
-                self._kernels[REFUSE.kernel].launch(REFUSE, self._refusals[lane], self._gpu.stream())
+                one = Launch("refuse", blocks=1, warps=1, roles=Roles())  # holds its stream, as all do
+                self._kernels[one.kernel].launch(one, self._refusals[lane], self._gpu.stream())
             own.join()
             self._refused[lane] += 1
 
