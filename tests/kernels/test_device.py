@@ -83,3 +83,16 @@ def test_refusals_of_two_threads_go_to_the_streams_of_their_lanes() -> None:
     for thread in threads:
         thread.join(30.0)
     assert found == {0: 5, 1: 6} and fabric._refused == [1, 1]
+
+
+def test_a_plan_that_is_repeated_is_kept_for_the_stream_that_does() -> None:
+    """The dispatch that it is of may have allocated it on its lane's own stream."""
+    fabric, used = object.__new__(NvshmemFabric), []
+    fabric.shape, fabric.device = SimpleNamespace(local_experts=2), torch.device("cpu")
+    fabric._gpu = SimpleNamespace(uses=used.append)
+    fabric._pack = fabric._launch = lambda *_, **__: None
+    kept = torch.zeros(4, dtype=torch.int32)
+    routing = SimpleNamespace(counted=SimpleNamespace(plan=kept, counts=kept, rows=3))
+    counted = fabric._count(SimpleNamespace(repeats=True, aside=False, routing=routing), SimpleNamespace(exact=True))
+    assert counted.plan is kept and counted.rows == 3
+    assert [id(t) for t in used] == [id(kept)]

@@ -285,7 +285,7 @@ class NvshmemFabric:
             earlier: _Counted = call.routing.counted
             kept, rows = earlier.plan, earlier.rows if plan.exact else None
             counts = torch.empty(s.local_experts, dtype=torch.int32, device=self.device)
-        if call.aside:
+        if call.aside or call.repeats:  # which another stream may have allocated
             self.uses(kept)
         places = [0] * len(PLACES)
         places[PLAN], places[COUNTS] = kept.data_ptr(), counts.data_ptr()
