@@ -96,3 +96,17 @@ def test_a_plan_that_is_repeated_is_kept_for_the_stream_that_does() -> None:
     counted = fabric._count(SimpleNamespace(repeats=True, aside=False, routing=routing), SimpleNamespace(exact=True))
     assert counted.plan is kept and counted.rows == 3
     assert [id(t) for t in used] == [id(kept)]
+
+
+def test_what_a_combine_aside_reads_is_kept_for_its_stream() -> None:
+    """Of a dispatch on the caller's stream, where all of it was allocated."""
+    fabric, used = object.__new__(NvshmemFabric), []
+    fabric._seen = [0]
+    fabric._gpu = SimpleNamespace(uses=used.append)
+    kept = {name: torch.zeros(4) for name in ("ids", "weights", "rows", "beside", "plan", "counts")}
+    counted = SimpleNamespace(plan=kept["plan"], counts=kept["counts"])
+    state = SimpleNamespace(counted=counted, rows=kept["rows"], beside=kept["beside"])
+    fabric.start_combine(
+        SimpleNamespace(state=state, ids=kept["ids"], weights=kept["weights"], aside=True, split=False), torch.zeros(4)
+    )
+    assert {id(t) for t in used} == {id(t) for t in kept.values()}

@@ -240,7 +240,7 @@ class NvshmemFabric:
         state: _State = call.state
         if call.aside:
             counted = state.counted
-            self.uses(state.rows, state.beside, *((counted.plan, counted.counts) if counted else ()))
+            self.uses(call.ids, call.weights, state.rows, state.beside, *((counted.plan, counted.counts) if counted else ()))
         state.y = y
         if call.split:
             self._combine(call, state, None, send=True, receive=False)
