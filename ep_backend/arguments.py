@@ -171,14 +171,13 @@ class Arguments:
     def answer(self, y: torch.Tensor, call: Call) -> torch.Tensor:
         """What the experts made of the call's rows."""
         want = torch.float32 if call.payload is Payload.FP32 else torch.bfloat16
-        received = call.received
-        assert received is not None
         if y.dtype != want:
             raise TypeError(f"y is {y.dtype}; the answer to a {call.payload.name.lower()} dispatch is {want}")
         if y.device != self._device:
             raise TypeError(f"y is on {y.device}, the buffer on {self._device}")
-        if y.shape != received.rows.shape:
-            raise ValueError(f"y has shape {list(y.shape)}; this dispatch returned {list(received.rows.shape)}")
+        assert call.answer is not None
+        if y.shape != call.answer:
+            raise ValueError(f"y has shape {list(y.shape)}; this dispatch returned {list(call.answer)}")
         return _aligned(y)
 
     def sums(self, out: torch.Tensor | None, y: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

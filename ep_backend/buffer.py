@@ -13,7 +13,7 @@ from ep_backend.arguments import Arguments, ScaleFormat
 from ep_backend.config import TIMEOUT_S, BufferConfig, timeout_seconds, whole
 from ep_backend.dispatched import Dispatched, Handle
 from ep_backend.errors import EpError, EpFailed, EpRefused, EpTimeout
-from ep_backend.fabric.base import Call, Fabric
+from ep_backend.fabric.base import Call, Fabric, Received
 from ep_backend.modes import Layout, Mode
 
 if TYPE_CHECKING:
@@ -238,12 +238,14 @@ class EpBuffer:
             raise
         call.split, call.aside = return_hook, async_finish
         state.epoch, state.call, state.pending = epoch, call, "dispatch"
+        found: list[Received] = []
 
         def finish() -> None:
             self._check_there()
             if state.call is not call or state.pending not in ("dispatch", "dispatch hook"):
                 raise RuntimeError("this dispatch hook has already run")
-            call.received = self._run(state, self._fabric.finish_dispatch, call)
+            found.append(self._run(state, self._fabric.finish_dispatch, call))
+            call.answer = tuple(found[0].rows.shape)
             state.pending = "combine"
 
         result = Handle(call, call.routing, self)
@@ -253,16 +255,15 @@ class EpBuffer:
                 self._run(state, self._fabric.start_dispatch, call)
                 finish()
                 event = self._event()
-            got = call.received
-            assert got is not None
+            got = found[0]
             self._fabric.uses(got.rows, got.scales, got.topk_ids, got.topk_weights, got.counts)
-            return Dispatched(call, result, None, event)
+            return Dispatched(call, found, result, None, event)
         self._run(state, self._fabric.start_dispatch, call)
         if return_hook:
             state.pending = "dispatch hook"
-            return Dispatched(call, result, finish)
+            return Dispatched(call, found, result, finish)
         finish()
-        return Dispatched(call, result, None)
+        return Dispatched(call, found, result, None)
 
     @overload
     def combine(

@@ -32,19 +32,22 @@ class Dispatched:
     ``counts`` [e] int32: received rows by local expert (compact: picks by local expert).
     """
 
-    __slots__ = ("_call", "handle", "hook", "event")
+    __slots__ = ("_call", "_found", "handle", "hook", "event")
 
-    def __init__(self, call: Call, handle: Handle, hook: Callable[[], None] | None, event: Any = None) -> None:
+    def __init__(
+        self, call: Call, found: list[Received], handle: Handle, hook: Callable[[], None] | None, event: Any = None
+    ) -> None:
         self._call = call
+        self._found = found  # empty until the dispatch is finished; nothing else keeps the tensors
         self.handle = handle
         self.hook = hook
         self.event = event
 
     @property
     def _received(self) -> Received:
-        if self._call.received is None:
+        if not self._found:
             raise RuntimeError("dispatch is not finished: call its hook() before reading the result")
-        return self._call.received
+        return self._found[0]
 
     @property
     def rows(self) -> torch.Tensor:

@@ -103,9 +103,9 @@ def test_what_a_combine_aside_reads_is_kept_for_its_stream() -> None:
     fabric, used = object.__new__(NvshmemFabric), []
     fabric._seen = [0]
     fabric._gpu = SimpleNamespace(uses=used.append)
-    kept = {name: torch.zeros(4) for name in ("ids", "weights", "rows", "beside", "plan", "counts")}
+    kept = {name: torch.zeros(4) for name in ("ids", "weights", "beside", "plan", "counts")}
     counted = SimpleNamespace(plan=kept["plan"], counts=kept["counts"])
-    state = SimpleNamespace(counted=counted, rows=kept["rows"], beside=kept["beside"])
+    state = SimpleNamespace(counted=counted, beside=kept["beside"])
     fabric.start_combine(
         SimpleNamespace(state=state, ids=kept["ids"], weights=kept["weights"], aside=True, split=False), torch.zeros(4)
     )

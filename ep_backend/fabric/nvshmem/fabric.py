@@ -76,12 +76,12 @@ class _Counted:
 
 @dataclass(slots=True)
 class _State:
-    """What a call keeps until its combine."""
+    """What a call keeps until its combine; the rows, which engines give up early, only until its dispatch has ended."""
 
     plan: _Plan
     counted: _Counted | None
     capacity: int  # rows of the outputs
-    rows: torch.Tensor
+    rows: torch.Tensor | None
     beside: torch.Tensor
     y: torch.Tensor | None = None
 
@@ -230,17 +230,19 @@ class NvshmemFabric:
         if call.split:
             self._launch("dispatch", call, plan, send=False, receive=True)
         self._dispatching.discard(call.lane)
+        given, state.rows = state.rows, None
+        assert given is not None
         if counted is not None:
-            return plan.outputs.received(state.rows, state.beside, counted.counts, state.capacity, counted.rows, most)
+            return plan.outputs.received(given, state.beside, counted.counts, state.capacity, counted.rows, most)
         rows = self._await_rows(call) if plan.exact else None
-        return plan.outputs.received(state.rows, state.beside, None, state.capacity, rows, most)
+        return plan.outputs.received(given, state.beside, None, state.capacity, rows, most)
 
     def start_combine(self, call: Call, y: torch.Tensor) -> None:
         self._raise_failure()
         state: _State = call.state
         if call.aside:
             counted = state.counted
-            self.uses(call.ids, call.weights, state.rows, state.beside, *((counted.plan, counted.counts) if counted else ()))
+            self.uses(call.ids, call.weights, state.beside, *((counted.plan, counted.counts) if counted else ()))
         state.y = y
         if call.split:
             self._combine(call, state, None, send=True, receive=False)
