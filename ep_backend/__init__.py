@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ep_backend.buffer import Dispatched, EpBuffer, Handle
+    from ep_backend.buffer import EpBuffer
+    from ep_backend.dispatched import Dispatched, Handle
     from ep_backend.errors import EpConfigMismatch, EpDisagree, EpError, EpFailed, EpRefused, EpTimeout
     from ep_backend.modes import Family, Layout, Mode
 
 _HOMES = {
-    "buffer": ("Dispatched", "EpBuffer", "Handle"),
+    "buffer": ("EpBuffer",),
+    "dispatched": ("Dispatched", "Handle"),
     "errors": ("EpConfigMismatch", "EpDisagree", "EpError", "EpFailed", "EpRefused", "EpTimeout"),
     "modes": ("Family", "Layout", "Mode"),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,90 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
-from ep_backend import layout as memory
+from ep_backend.arguments import Arguments, ScaleFormat
 from ep_backend.config import TIMEOUT_S, BufferConfig, timeout_seconds, whole
+from ep_backend.dispatched import Dispatched, Handle
 from ep_backend.errors import EpError, EpFailed, EpRefused, EpTimeout
-from ep_backend.fabric.base import Call, Fabric, Received, Routing
-from ep_backend.layout import Payload
-from ep_backend.modes import Layout, Mode, parse_mode
+from ep_backend.fabric.base import Call, Fabric, Received
+from ep_backend.modes import Layout, Mode
 
 if TYPE_CHECKING:
     from ep_backend.fabric.host.faults import Faults
 
-log = logging.getLogger(__name__)
-
 T = TypeVar("T")
-Hook = Callable[[], None]
-ScaleFormat = Literal["fp32", "ue8m0"]
-
-
-@dataclass(slots=True, eq=False)
-class Handle:
-    """What combine needs to answer a dispatch. Opaque. Its combine ends it; a later dispatch may still repeat its routing, for
-    which it keeps the caller's topk_ids and topk_weights."""
-
-    call: Call | None  # until its combine
-    routing: Routing
-    owner: EpBuffer
-
-
-class Dispatched:
-    """Result of a dispatch. With ``return_hook`` the tensors exist once ``hook()`` has run.
-
-    compact: ``rows`` [N, H] in order of source rank and token, ``topk_ids`` [N, K] int32 local expert ids (-1 elsewhere),
-    ``topk_weights`` [N, K] fp32 (0 elsewhere), ``scales`` [N, H/128] fp32 or [N, ceil(H/512)] int32, row-major.
-    N is exact when the host knows the count (``num_rows``), else R x most_tokens with ids -1 behind the last row.
-    masked: ``rows`` [e, R x max_tokens, H], ``scales`` [e, R x max_tokens, H/128] fp32 or [.., ceil(H/512)] int32 with
-    dimension 1 contiguous (column-major, padded to 16 bytes, as TMA wants it); ids and weights are None.
-    ``counts`` [e] int32: received rows by local expert (compact: picks by local expert).
-    """
-
-    __slots__ = ("_call", "handle", "hook", "event")
-
-    def __init__(self, call: Call, handle: Handle, hook: Hook | None, event: Any = None) -> None:
-        self._call = call
-        self.handle = handle
-        self.hook = hook
-        self.event = event
-
-    @property
-    def _received(self) -> Received:
-        if self._call.received is None:
-            raise RuntimeError("dispatch is not finished: call its hook() before reading the result")
-        return self._call.received
-
-    @property
-    def rows(self) -> torch.Tensor:
-        return self._received.rows
-
-    @property
-    def scales(self) -> torch.Tensor | None:
-        return self._received.scales
-
-    @property
-    def topk_ids(self) -> torch.Tensor | None:
-        return self._received.topk_ids
-
-    @property
-    def topk_weights(self) -> torch.Tensor | None:
-        return self._received.topk_weights
-
-    @property
-    def counts(self) -> torch.Tensor:
-        return self._received.counts
-
-    @property
-    def num_rows(self) -> int | None:
-        return self._received.num_rows
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What a dispatch's arguments ask for, beside its tensors."""
-
-    mode: Mode
-    layout: Layout
-    payload: Payload
 
 
 @dataclass(slots=True)
@@ -186,7 +112,7 @@ class EpBuffer:
             raise
         self.config = config
         self._lanes = [_LaneState() for _ in range(config.lanes)]
-        self._kinds: dict[tuple[object, ...], _Kind] = {}  # that were found good
+        self._arguments = Arguments(self, config, self._fabric.device)
         self._bytes = config.region_bytes()
         self._error: str | None = None
         self._fabric.stats.expert_rows = [0] * config.shape.local_experts
@@ -290,7 +216,7 @@ class EpBuffer:
         epoch = state.epoch + 1
         try:
             routing = x, topk_ids, topk_weights
-            call = self._make_call(*routing, mode, layout, lane, epoch, fp8, handle, sms, host_counts, most_tokens)
+            call = self._arguments.call(*routing, mode, layout, lane, epoch, fp8, handle, sms, host_counts, most_tokens)
             spec = call.mode.spec
             if return_hook and async_finish:
                 raise ValueError(
@@ -313,12 +239,14 @@ class EpBuffer:
             raise
         call.split, call.aside = return_hook, async_finish
         state.epoch, state.call, state.pending = epoch, call, "dispatch"
+        found: list[Received] = []
 
         def finish() -> None:
             self._check_there()
             if state.call is not call or state.pending not in ("dispatch", "dispatch hook"):
                 raise RuntimeError("this dispatch hook has already run")
-            call.received = self._run(state, self._fabric.finish_dispatch, call)
+            found.append(self._run(state, self._fabric.finish_dispatch, call))
+            call.answer = tuple(found[0].rows.shape)
             state.pending = "combine"
 
         result = Handle(call, call.routing, self)
@@ -328,16 +256,15 @@ class EpBuffer:
                 self._run(state, self._fabric.start_dispatch, call)
                 finish()
                 event = self._event()
-            got = call.received
-            assert got is not None
+            got = found[0]
             self._fabric.uses(got.rows, got.scales, got.topk_ids, got.topk_weights, got.counts)
-            return Dispatched(call, result, None, event)
+            return Dispatched(call, found, result, None, event)
         self._run(state, self._fabric.start_dispatch, call)
         if return_hook:
             state.pending = "dispatch hook"
-            return Dispatched(call, result, finish)
+            return Dispatched(call, found, result, finish)
         finish()
-        return Dispatched(call, result, None)
+        return Dispatched(call, found, result, None)
 
     @overload
     def combine(
@@ -398,19 +325,8 @@ class EpBuffer:
             raise ValueError("return_hook and async_finish exclude each other")
         if return_hook and not call.mode.spec.hook:
             raise ValueError(f"mode {call.mode.value} has no receive hook; use async_finish")
-        y = self._check_rows(y, call)
-        tokens, hidden = call.tokens, self.config.hidden
-        if out is None:
-            total = result = torch.empty(tokens, hidden, dtype=y.dtype, device=y.device)
-        else:
-            if out.shape != (tokens, hidden) or out.dtype != y.dtype or out.device != y.device or not out.is_contiguous():
-                right = f"a contiguous {[tokens, hidden]} {y.dtype} on {y.device}"
-                raise ValueError(f"out is {_describe(out)}; combine writes {right}")
-            if out.requires_grad:
-                raise ValueError("out requires a gradient, which combine does not give; give out.detach()")
-            result = out
-            # Sums are written while other rows of y are still read, so they need memory of their own.
-            total = torch.empty_like(out) if _share_memory(out, y) or out.data_ptr() % 16 else out
+        y = self._arguments.answer(y, call)
+        result, total = self._arguments.sums(out, y, call.tokens)
         call.split, call.aside = return_hook, call.aside or async_finish
 
         def finish() -> None:
@@ -551,182 +467,6 @@ class EpBuffer:
         event.record(torch.cuda.current_stream(self._fabric.device))
         return event
 
-    def _make_call(
-        self,
-        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        ids: torch.Tensor | None,
-        weights: torch.Tensor | None,
-        mode: str | Mode,
-        layout: str | Layout | None,
-        lane: int,
-        epoch: int,
-        fp8: ScaleFormat | None,
-        handle: Handle | None,
-        sms: int | None,
-        host_counts: bool,
-        most_tokens: int | None,
-    ) -> Call:
-        c, device = self.config, self._fabric.device
-        if handle is not None:
-            if not isinstance(handle, Handle):
-                raise TypeError(f"handle is a {type(handle).__name__}; give the handle of an earlier dispatch, or None")
-            if ids is not None or weights is not None:
-                raise ValueError("a handle brings its routing along; leave topk_ids and topk_weights None")
-            if handle.owner is not self:
-                raise ValueError("the handle belongs to another buffer")
-            ids, weights = handle.routing.ids, handle.routing.weights
-        if ids is None or weights is None:
-            raise ValueError("dispatch needs topk_ids and topk_weights (or the handle of an earlier dispatch)")
-        if isinstance(x, tuple) and len(x) != 2:
-            raise TypeError(f"x is a tuple of {len(x)}; give a tensor, or rows with their scales")
-        rows, scales = x if isinstance(x, tuple) else (x, None)
-        for name, t in (("x", rows), ("scales", scales), ("topk_ids", ids), ("topk_weights", weights)):
-            if t is None and name == "scales":
-                continue
-            if not isinstance(t, torch.Tensor):
-                raise TypeError(f"{name} is a {type(t).__name__}; give a torch.Tensor")
-            if t.device != device:
-                raise TypeError(f"{name} is on {t.device}, the buffer on {device}; move it there")
-            if t.layout is not torch.strided:
-                raise TypeError(f"{name} is {t.layout}; give a dense tensor, as to_dense() makes it")
-        form = mode, layout, rows.dtype, None if scales is None else scales.dtype, fp8
-        try:
-            kind = self._kinds.get(form)
-        except TypeError:  # something that cannot be looked up, which _kind refuses
-            kind = None
-        if kind is None:
-            kind = self._kinds[form] = self._kind(*form)
-        most, shape = c.max_tokens[kind.mode], rows.shape
-        if len(shape) != 2 or shape[1] != c.hidden:
-            raise ValueError(f"x has shape {list(shape)}; this buffer takes [T, {c.hidden}]")
-        tokens = shape[0]
-        if tokens > most:
-            raise ValueError(
-                f"{tokens} tokens exceed max_tokens={most} of mode {kind.mode.value} (a rank, one call); "
-                "raise max_tokens or send smaller batches"
-            )
-        if most_tokens is not None and tokens > (most_tokens := whole("most_tokens", most_tokens)):
-            raise ValueError(
-                f"{tokens} tokens exceed most_tokens={most_tokens} of this call; give every rank the most that any sends"
-            )
-        if scales is not None:
-            width = memory.scale_bytes(kind.payload, c.hidden) // 4
-            if scales.shape != (tokens, width):
-                raise ValueError(f"scales have shape {list(scales.shape)}; use [{tokens}, {width}]")
-        if ids.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"topk_ids is {ids.dtype}; use int32 or int64")
-        if weights.dtype != torch.float32:
-            raise TypeError(f"topk_weights is {weights.dtype}; use float32")
-        for name, t in (("topk_ids", ids), ("topk_weights", weights)):
-            if t.shape != (tokens, c.top_k):
-                raise ValueError(f"{name} has shape {list(t.shape)}; x and top_k make it [{tokens}, {c.top_k}]")
-        if sms is not None and (sms := whole("sms", sms)) < 1:
-            raise ValueError(f"sms={sms!r}; give at least 1, or None for the mode's default")
-        if ids.is_cpu and ids.numel():
-            low, high = int(ids.min()), int(ids.max())
-            if low < -1 or high >= c.num_experts:
-                raise ValueError(
-                    f"topk_ids hold {low if low < -1 else high}; ids lie in 0..{c.num_experts - 1}, or -1 for no expert"
-                )
-        if handle is None:
-            routing = Routing(ids.contiguous(), (weights.detach() if weights.requires_grad else weights).contiguous())
-        else:
-            routing = handle.routing
-        return Call(
-            kind.mode,
-            kind.layout,
-            kind.payload,
-            lane,
-            epoch,
-            most,
-            tokens,
-            _aligned(rows),
-            scales.contiguous() if scales is not None else None,
-            routing,
-            sms,
-            host_counts,
-            kind.mode is Mode.NORMAL and routing.counted is not None,
-            most_tokens=None if most_tokens is None else min(most_tokens, most),
-        )
-
-    def _kind(
-        self, mode: str | Mode, layout: str | Layout | None, x: torch.dtype, scales: torch.dtype | None, fp8: ScaleFormat | None
-    ) -> _Kind:
-        """Of calls with these arguments and types of tensors."""
-        c = self.config
-        mode = parse_mode(mode)
-        if mode not in c.max_tokens:
-            have = ", ".join(f"{m.value}={n}" for m, n in c.max_tokens.items())
-            raise ValueError(f"mode {mode.value} has no capacity in this buffer ({have}); give it max_tokens")
-        if layout is not None and layout not in [v.value for v in Layout]:
-            raise ValueError(f"layout {layout!r} is unknown; choose compact or masked")
-        shape = Layout(layout) if layout is not None else mode.spec.layout
-        if shape is Layout.COMPACT and mode is Mode.LOW_LATENCY and c.shape.per_expert:
-            raise ValueError(
-                "low_latency in its per_expert form sends one row an expert, so it has no compact layout; "
-                "use masked, or low_latency_form='per_rank'"
-            )
-        return _Kind(mode, shape, self._payload(x, scales, fp8))
-
-    def _payload(self, x: torch.dtype, scales: torch.dtype | None, fp8: ScaleFormat | None) -> Payload:
-        if scales is not None:
-            if x != torch.float8_e4m3fn:
-                raise TypeError(f"x with scales is {x}; use float8_e4m3fn")
-            if fp8 is not None:
-                raise ValueError("x is quantised already; fp8 asks for a cast of bf16 rows")
-            payload = {torch.float32: Payload.FP8, torch.int32: Payload.FP8_UE8M0}.get(scales)
-            if payload is None:
-                raise TypeError(f"scales are {scales}; use float32, or int32 for packed UE8M0")
-        elif fp8 is not None:
-            if fp8 not in ("fp32", "ue8m0"):
-                raise ValueError(f"fp8={fp8!r}; choose the scale format 'fp32' or 'ue8m0'")
-            takes = (torch.bfloat16, torch.float32) if self.config.fabric == "host" else (torch.bfloat16,)
-            if x not in takes:
-                raise TypeError(f"x is {x}; the FP8 cast takes bfloat16")
-            payload = Payload.FP8 if fp8 == "fp32" else Payload.FP8_UE8M0
-        else:
-            found = {torch.bfloat16: Payload.BF16, torch.float32: Payload.FP32}.get(x)
-            if found is None:
-                raise TypeError(f"x is {x}; use bfloat16, or (float8_e4m3fn, scales)")
-            payload = found
-        if payload not in self.config.payloads:
-            have = ", ".join(p.name.lower() for p in self.config.payloads)
-            raise TypeError(
-                f"payload {payload.name.lower()} (x is {x}) is not among this buffer's payloads ({have}); "
-                "name it in the constructor"
-            )
-        return payload
-
-    def _check_rows(self, y: torch.Tensor, call: Call) -> torch.Tensor:
-        want = torch.float32 if call.payload is Payload.FP32 else torch.bfloat16
-        received = call.received
-        assert received is not None
-        if y.dtype != want:
-            raise TypeError(f"y is {y.dtype}; the answer to a {call.payload.name.lower()} dispatch is {want}")
-        if y.device != self._fabric.device:
-            raise TypeError(f"y is on {y.device}, the buffer on {self._fabric.device}")
-        if y.shape != received.rows.shape:
-            raise ValueError(f"y has shape {list(y.shape)}; this dispatch returned {list(received.rows.shape)}")
-        return _aligned(y)
-
 
 def _fabric(name: str | None) -> str:
     return name if name is not None else ("nvshmem" if torch.cuda.is_available() else "host")
-
-
-def _aligned(t: torch.Tensor) -> torch.Tensor:
-    """Contiguous, on the 16 bytes that bulk copies and vector accesses need: a view may begin anywhere."""
-    t = t.contiguous()
-    return t.clone() if t.data_ptr() % 16 else t
-
-
-def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and a.numel() > 0
-
-
-def _describe(t: torch.Tensor) -> str:
-    kind = "contiguous" if t.is_contiguous() else "strided"
-    return f"a {kind} {list(t.shape)} {t.dtype} on {t.device}"
-
-
-__all__ = ["Dispatched", "EpBuffer", "EpError", "Handle"]

@@ -15,7 +15,7 @@ constexpr int kPublishRows = 8;   // rows between two signals of a channel
 
 struct Shared {
   u64 epoch;
-  bool stopped, broken;   // as in dispatch.cuh
+  bool stopped, broken;   // as in block.cuh
   Progress progress;
   u64 bars[kWarps];
 };

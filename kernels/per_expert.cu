@@ -1,7 +1,8 @@
 // The per_expert form of low_latency: a token goes once to every distinct expert that it picks, into segment
 // [local expert][source]. A warp serves one segment at a time and signals it by itself. Rows come back unweighted, to
 // [first pick of the expert][token] at the owner, who weights and sums them.
-#include "ep/dispatch.cuh"
+#include "ep/plan.cuh"
+#include "ep/record.cuh"
 
 namespace ep {
 

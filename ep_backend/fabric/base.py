@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Received:
-    """What a rank got: see :class:`ep_backend.buffer.Dispatched` for shapes."""
+    """What a rank got: see :class:`ep_backend.dispatched.Dispatched` for shapes."""
 
     rows: torch.Tensor
     scales: torch.Tensor | None
@@ -54,7 +54,7 @@ class Call:
     sms: int | None
     host_counts: bool  # rows are cut to the exact count, which the host waits for
     repeats: bool = False  # its counts are known, so that none of the ranks exchanges them
-    received: Received | None = None
+    answer: tuple[int, ...] | None = None  # shape of combine's y, once the rows are here, which may be gone by then
     state: Any = field(default=None)  # the fabric's own
     split: bool = False  # the phase under way is send only: its receive phase comes later, behind other work
     aside: bool = False  # an operation of it ran on the lane's own stream

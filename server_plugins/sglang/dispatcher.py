@@ -2,7 +2,7 @@
 
 deepep_normal: one row a received token, in [N, H]; the runner weights and sums a row's local experts, combine sums over
 ranks. deepep_ll: rows by local expert, in [e, R x max_tokens, H]; combine weights and sums. Layouts of rows, scales and
-counts are those that DeepEP's tensors have; figures in the docstrings of :class:`ep_backend.buffer.Dispatched`.
+counts are those that DeepEP's tensors have; figures in the docstrings of :class:`ep_backend.dispatched.Dispatched`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from sglang.srt.layers.moe.utils import (
     get_deepep_output_dtype,
 )
 
-from ep_backend.buffer import Dispatched, EpBuffer
+from ep_backend.buffer import EpBuffer
+from ep_backend.dispatched import Dispatched, Handle
 from ep_backend.layout import align_up
 from ep_backend.modes import Family
 from server_plugins.sglang.choice import payload_of
@@ -109,9 +110,11 @@ class EpDispatcher(BaseDispatcher):
         self._enter(Stage.DISPATCHING, Stage.DISPATCHED)
         if self._sent is None:
             self._sent = self._send(apart=False)
-        if self._sent.hook is not None:
-            self._sent.hook()
-        return self._normal() if self._family is Family.PREFILL else self._low_latency()
+        sent, self._sent = self._sent, None  # runners empty rows that they have read, which nobody else may keep
+        if sent.hook is not None:
+            sent.hook()
+        self._handle = sent.handle
+        return self._normal(sent) if self._family is Family.PREFILL else self._low_latency(sent)
 
     def combine_a(self, combine_input: Any) -> None:
         self._begin_combine(combine_input, apart=True)
@@ -125,7 +128,7 @@ class EpDispatcher(BaseDispatcher):
         self._y = y
         if apart and self._mode.spec.hook:
             assert self.buffer is not None
-            self._out, self._receive = self.buffer.combine(y, self._sent.handle, return_hook=True)
+            self._out, self._receive = self.buffer.combine(y, self._handle, return_hook=True)
 
     def combine_b(self) -> torch.Tensor:
         self._enter(Stage.COMBINING, Stage.IDLE)
@@ -133,7 +136,7 @@ class EpDispatcher(BaseDispatcher):
             self._receive()
         else:
             assert self.buffer is not None
-            self._out = self.buffer.combine(self._y, self._sent.handle)
+            self._out = self.buffer.combine(self._y, self._handle)
         out = self._out
         self._clear()
         return out
@@ -157,6 +160,7 @@ class EpDispatcher(BaseDispatcher):
     def _clear(self) -> None:
         self._x = self._ids = self._weights = self._y = self._out = None
         self._sent: Dispatched | None = None
+        self._handle: Handle | None = None
         self._receive: Any = None
 
     def _send(self, apart: bool) -> Dispatched:
@@ -173,30 +177,28 @@ class EpDispatcher(BaseDispatcher):
             sms=self.runtime.settings.sms,
         )
 
-    def _normal(self) -> DeepEPNormalDispatchOutput:
+    def _normal(self, sent: Dispatched) -> DeepEPNormalDispatchOutput:
         """Ids are int64, local, and -1 for experts of other ranks; counts are a list, whole GEMM segments."""
-        sent = self._sent
         counts = sent.counts.tolist()
         recorder = get_global_expert_distribution_recorder()
         if recorder.recording:
             recorder.on_deepep_dispatch_normal(counts, **self._sent_by_destination())
         step = GEMM_ALIGNMENT if deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM else 1
         return DeepEPNormalDispatchOutput(
-            _disposable(sent.rows),
-            _disposable(sent.scales),
+            sent.rows,
+            sent.scales,
             sent.topk_ids.to(torch.int64),
             sent.topk_weights,
             [align_up(count, step) for count in counts],
         )
 
-    def _low_latency(self) -> DeepEPLLDispatchOutput:
+    def _low_latency(self, sent: Dispatched) -> DeepEPLLDispatchOutput:
         """Ids and weights are the sender's own; expected_m is a hint, the mean rows of an expert, rounded up."""
-        sent = self._sent
         get_global_expert_distribution_recorder().on_deepep_dispatch_low_latency(sent.counts)
         experts = self.config.num_experts
         return DeepEPLLDispatchOutput(
-            _disposable(sent.rows),
-            _disposable(sent.scales),
+            sent.rows,
+            sent.scales,
             self._ids.to(torch.int64),
             self._weights,
             sent.counts,
@@ -244,8 +246,3 @@ class EpTboDispatcher(MaybeTboDeepEPDispatcher):
 
 
 _SCALES: dict[str, ScaleFormat] = {"fp8": "fp32", "fp8_ue8m0": "ue8m0"}
-
-
-def _disposable(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A view of the caller's own: runners empty what they have read, and combine still asks for the shape."""
-    return None if tensor is None else tensor.view(tensor.shape)

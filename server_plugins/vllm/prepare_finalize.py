@@ -22,7 +22,8 @@ from vllm.v1.worker.ubatching import (
     dbo_yield_and_switch_from_compute_to_comm,
 )
 
-from ep_backend.buffer import Dispatched, EpBuffer, Handle
+from ep_backend.buffer import EpBuffer
+from ep_backend.dispatched import Dispatched, Handle
 from ep_backend.layout import SCALE_GROUP
 from ep_backend.modes import Family, Layout, Mode
 from server_plugins.vllm.manager import EpManager

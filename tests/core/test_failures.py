@@ -269,27 +269,27 @@ def heard(buffer: Any, call: Round) -> tuple[Outcome, str, float]:
     return outcome, buffer.failure() or f"nothing: {outcome}", took + time.monotonic() - started
 
 
-def more_than_a_rank_expects(world: World, mode: str) -> tuple[Outcome, str]:
-    """Rank 0 says that nobody sends more than its 2 tokens, rank 1 sends 12 to it."""
+def more_than_a_rank_expects(world: World, mode: str, tokens: list[int]) -> tuple[Outcome, str]:
+    """Rank 0 says that nobody sends more than 2 tokens, rank 1 sends more to it."""
     buffer = world.make()
-    case = oracle.make_case(1, [2, 12])
-    most = len(case.x[world.rank])
-    more = {"layout": "compact", "host_counts": False, "most_tokens": most}
+    more = {"layout": "compact", "host_counts": False, "most_tokens": tokens[1] if world.rank else 2}
+    case = oracle.make_case(1, tokens)
     outcome, reason, took = heard(buffer, Round(world, buffer, case, mode, **more))
     assert took < SLACK_S, reason
     buffer.destroy()
     return outcome, reason
 
 
+# In the second, there would be room for what comes: rank 0 itself sends nothing.
+@pytest.mark.parametrize("tokens,rows", [([2, 12], r"1\d"), ([0, 3], "3")], ids=["beyond the room", "within it"])
 @pytest.mark.parametrize("mode", ["normal", "direct", "low_latency", "hybrid"])
-def test_a_rank_that_expects_fewer_tokens_than_come(ranks: Any, fabric: str, mode: str) -> None:
-    (first, why), (second, told) = ranks(2, fabric).run(more_than_a_rank_expects, mode)
+def test_a_rank_that_expects_fewer_tokens_than_come(ranks: Any, fabric: str, mode: str, tokens: list[int], rows: str) -> None:
+    (first, why), (second, told) = ranks(2, fabric).run(more_than_a_rank_expects, mode, tokens)
+    assert re.search(rf"rank 1 sends {rows} rows to rank 0, whose most_tokens=2; give every rank the most", why)
     if fabric == "host":
         assert first.error == "EpDisagree" and second.error == "EpFailed", (first, second)
-        for outcome in (first, second):
-            assert "most_tokens=2 makes room for 4; give every rank the most" in outcome.message
+        assert first.message in why and first.message in second.message
     else:
-        assert re.search(r"rank 1 sends 1\d rows to rank 0, whose most_tokens=2; give every rank the most", why)
         assert "rank 0 gave up" in told
 
 
@@ -333,6 +333,29 @@ def test_kernels_do_not_take_a_rank_s_next_call_for_the_one_that_it_refused(
     for rank, reason in enumerate(reasons):
         told = "refused" in reason or "gave up" in reason
         assert told or (rank == wrong and arguments is ONLY_PUTS and "waited 8 s" in reason), f"rank {rank}: {reason}"
+
+
+def refused_without_a_store(world: World) -> Outcome:
+    """Rank 1 refuses a call of all when the store, where it would say why, answers nobody."""
+    buffer = world.make()
+    call = Round(world, buffer, oracle.make_case(1, [3, 13]), "direct")
+    if world.rank == 1:
+        meeting = buffer._fabric._meeting
+        store, meeting._store = meeting._store, None
+        outcome = attempt(call.dispatch)
+        meeting._store = store
+    else:
+        outcome = attempt(call.run)
+    Round(world, buffer, oracle.make_case(2, [3, 3]), "direct").run()
+    buffer.destroy()
+    outcome.value = None
+    return outcome
+
+
+def test_a_refusal_reaches_peers_without_the_store(ranks: Any) -> None:
+    told, own = ranks(2).run(refused_without_a_store)
+    assert own.error == "ValueError" and "13 tokens exceed max_tokens=12" in own.message, own
+    assert told.error == "EpRefused" and "the process group's store does not say why" in told.message, told
 
 
 def half_with_a_handle(world: World) -> Outcome:

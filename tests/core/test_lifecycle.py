@@ -8,6 +8,7 @@ import pickle
 import re
 import signal
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -439,6 +440,26 @@ def several(world: World) -> None:
 
 def test_several_buffers_in_one_process(ranks: Any, fabric: str) -> None:
     ranks(2, fabric).run(several)
+
+
+def given_up(world: World, mode: str) -> bool:
+    """Engines keep the handle alone while their experts work."""
+    with world.make() as buffer:
+        one = Round(world, buffer, oracle.make_case(1, [4, 5]), mode, hook=mode != "normal")
+        one.dispatch()
+        one.receive()
+        one.y = oracle.run_experts(one.case, world.rank, one.got, layout=one.layout, payload=one.payload)
+        handle, rows = one.got.handle, weakref.ref(one.got.rows)
+        one.got = None
+        gone = rows() is None
+        one.out = buffer.combine(one.y, handle)
+        one.collect()
+        return gone
+
+
+@pytest.mark.parametrize("mode", ["normal", "direct", "low_latency", "hybrid"])
+def test_rows_are_the_caller_s_alone(ranks: Any, fabric: str, mode: str) -> None:
+    assert ranks(2, fabric).run(given_up, mode) == [True, True]
 
 
 def twice(world: World) -> tuple[str, str]:

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("sglang", reason="the adapter's tests need SGLang: run ./ep test sglang")
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.core.pool import World
 
@@ -111,7 +112,9 @@ def formats(world: World, mode: str, wire: str) -> dict[str, Any]:
                 seen["counts"] = got.masked_m
                 seen["expected_m"] = got.expected_m
             answer = torch.zeros(rows.shape, dtype=torch.bfloat16)
+            memory = StorageWeakRef(rows.untyped_storage())
             dispose_tensor(rows)
+            assert memory.expired()
             if scales is not None:
                 dispose_tensor(scales)
             out = moe.dispatcher.combine(combine_input=(answer, got.topk_ids, got.topk_weights))

@@ -179,6 +179,12 @@ class Arrived:
 
 def place(call: Call, s: Shape, rank: int, segments: list[Segment]) -> tuple[Received, Arrived]:
     """The place core: records, in order of source and slot, become the rows that the engine reads."""
+    for g in segments:
+        if len(g.records) > call.most:
+            raise EpDisagree(
+                f"in dispatch of {call.mode.value}, lane {call.lane}, epoch {call.epoch}, rank {g.source} sends "
+                f"{len(g.records)} rows to rank {rank}, whose most_tokens={call.most}; give every rank the most that any sends"
+            )
     f = layout.record(call.payload, s.hidden, s.top_k)
     records = np.concatenate([g.records for g in segments]) if segments else np.zeros((0, f.bytes), dtype=np.uint8)
     n, e, first = len(records), s.local_experts, rank * s.local_experts
@@ -212,13 +218,7 @@ def place(call: Call, s: Shape, rank: int, segments: list[Segment]) -> tuple[Rec
             n,
         )
         if not call.host_counts:
-            room = call.most_rows(s.ranks)
-            if n > room:
-                raise EpDisagree(
-                    f"rank {rank} got {n} rows in {call.mode.value}, but its most_tokens={call.most_tokens} makes room for "
-                    f"{room}; give every rank the most that any sends"
-                )
-            received = _worst_case(received, room)
+            received = _worst_case(received, call.most_rows(s.ranks))
     else:
         capacity = s.ranks * call.max_tokens
         at = torch.from_numpy(pair_expert), torch.from_numpy(pair_row)

@@ -148,10 +148,14 @@ class HostFabric:
     # Agreement, failure and the end.
 
     def refuse(self, rounds: list[tuple[int, int]], reason: str, *, astray: bool = False) -> None:
-        for lane, epoch in rounds:
-            if astray:
-                self._meeting.post(_astray(lane, epoch, self.rank), True)
-            self._meeting.post(_refusal(lane, epoch, self.rank), reason)
+        try:
+            for lane, epoch in rounds:
+                if astray:
+                    self._meeting.post(_astray(lane, epoch, self.rank), True)
+                self._meeting.post(_refusal(lane, epoch, self.rank), reason)
+        except EpError:  # the store may be gone with its rank; peers are told all the same, but not why
+            if astray:  # nor which rounds are used up, without which lanes would part
+                raise
         for lane, epoch in rounds:  # whoever sees one has all that was posted
             self._intend(lane, epoch, layout.REFUSED)
 

@@ -219,6 +219,7 @@ def _exchange_counts(f: HostFabric, call: Call, state: _State) -> None:
 
 def finish_dispatch(f: HostFabric, call: Call) -> Received:
     received: Received = call.state.received
+    call.state.received = None
     return received
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -80,9 +81,20 @@ class Gpu:
         with _beside_captures():
             torch.cuda.current_stream(self.device).synchronize()
 
-    def finish(self) -> None:
-        """Wait for everything; kernels end because their waits are bounded."""
-        torch.cuda.synchronize(self.device)
+    def ends(self, seconds: float) -> bool:
+        """Whether all that the device was given ends in that time: a buffer's kernels do, for their waits are bounded, but
+        others' may not, as a collective whose rank is dead. False also where the device has failed."""
+        ended: list[bool] = []
+
+        def wait() -> None:
+            with suppress(RuntimeError):
+                torch.cuda.synchronize(self.device)
+                ended.append(True)
+
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        waiting.join(seconds)
+        return bool(ended)
 
     def read(self, tensor: torch.Tensor) -> Any:
         """A tensor's values as lists."""

@@ -32,7 +32,6 @@ OPS = ("dispatch", "combine")
 TIMEOUT, DISAGREE, ABORT, BAD_ID, SKIPPED, TOO_MANY, OTHER_ROUND = range(1, 8)  # Fault of args.h
 SIGNATURE_BITS, REPEATS = 6, 1 << 5  # kSignatureBits, kRepeats
 REFUSED = layout.REFUSED & (1 << SIGNATURE_BITS) - 1  # as kernels see it, for they compare signatures
-REFUSE = Launch("refuse", blocks=1, warps=1, roles=Roles())
 
 
 class DeviceStats(BufferStats):
@@ -77,12 +76,12 @@ class _Counted:
 
 @dataclass(slots=True)
 class _State:
-    """What a call keeps until its combine."""
+    """What a call keeps until its combine; the rows, which engines give up early, only until its dispatch has ended."""
 
     plan: _Plan
     counted: _Counted | None
     capacity: int  # rows of the outputs
-    rows: torch.Tensor
+    rows: torch.Tensor | None
     beside: torch.Tensor
     y: torch.Tensor | None = None
 
@@ -112,7 +111,11 @@ class NvshmemFabric:
         self.allocated_bytes = layout.heap_bytes(s, config.lanes)
         self.stats: BufferStats = DeviceStats(self)
         self._meeting = meeting
-        gpu.finish()
+        if not gpu.ends(config.timeout_s):
+            raise EpError(
+                f"rank {self.rank}: in {config.timeout_s:g} s {gpu.device} has not ended what it was given before, or it has "
+                "failed; find out what it is at, then make the buffer again on all ranks"
+            )
         gpu.join(self.allocated_bytes, meeting)
         self._kernels = gpu.kernels(meeting, rail_put=bool(s.staging))
         # Host memory that kernels write: 16 words of error report, then agreed, and received rows by lane.
@@ -227,17 +230,19 @@ class NvshmemFabric:
         if call.split:
             self._launch("dispatch", call, plan, send=False, receive=True)
         self._dispatching.discard(call.lane)
+        given, state.rows = state.rows, None
+        assert given is not None
         if counted is not None:
-            return plan.outputs.received(state.rows, state.beside, counted.counts, state.capacity, counted.rows, most)
+            return plan.outputs.received(given, state.beside, counted.counts, state.capacity, counted.rows, most)
         rows = self._await_rows(call) if plan.exact else None
-        return plan.outputs.received(state.rows, state.beside, None, state.capacity, rows, most)
+        return plan.outputs.received(given, state.beside, None, state.capacity, rows, most)
 
     def start_combine(self, call: Call, y: torch.Tensor) -> None:
         self._raise_failure()
         state: _State = call.state
         if call.aside:
             counted = state.counted
-            self.uses(state.rows, state.beside, *((counted.plan, counted.counts) if counted else ()))
+            self.uses(call.ids, call.weights, state.beside, *((counted.plan, counted.counts) if counted else ()))
         state.y = y
         if call.split:
             self._combine(call, state, None, send=True, receive=False)
@@ -282,7 +287,7 @@ class NvshmemFabric:
             earlier: _Counted = call.routing.counted
             kept, rows = earlier.plan, earlier.rows if plan.exact else None
             counts = torch.empty(s.local_experts, dtype=torch.int32, device=self.device)
-        if call.aside:
+        if call.aside or call.repeats:  # which another stream may have allocated
             self.uses(kept)
         places = [0] * len(PLACES)
         places[PLAN], places[COUNTS] = kept.data_ptr(), counts.data_ptr()
@@ -370,7 +375,8 @@ class NvshmemFabric:
             own = self._own[lane]  # behind whatever the lane was given, on this stream and its own
             own.fork()
             with own.current():
-                self._kernels[REFUSE.kernel].launch(REFUSE, self._refusals[lane], self._gpu.stream())
+                one = Launch("refuse", blocks=1, warps=1, roles=Roles())  # holds its stream, as all do
+                self._kernels[one.kernel].launch(one, self._refusals[lane], self._gpu.stream())
             own.join()
             self._refused[lane] += 1
 
@@ -460,9 +466,12 @@ class NvshmemFabric:
 
     def destroy(self) -> None:
         self._reason = self._reason or "destroyed"
-        if self._heap.base:
-            self._gpu.finish()
-        self._heap.close(min(self.config.timeout_s, 5.0))
+        if self._gpu.ends(self.config.timeout_s + 5.0):
+            return self._heap.close(min(self.config.timeout_s, 5.0))
+        log.warning(
+            "rank %d: %s is still at work, or has failed; %d bytes stay until the process ends",
+            *(self.rank, self.device, self.allocated_bytes),
+        )
 
 
 def _describe(signature: int) -> str:

@@ -2,7 +2,8 @@
 // word at the writer. Several warps of a block take turns at one end, or one serves several streams, one a lane: it never blocks
 // on one while another can go on. Another one then tells the other end.
 #pragma once
-#include "ep/dispatch.cuh"
+#include "ep/progress.cuh"
+#include "ep/routing.cuh"
 
 namespace ep {
 
@@ -92,6 +93,20 @@ struct Rows {
 __device__ __forceinline__ Rows rows_of(const Args& a, int source, int channel) {
   const int* plan = reinterpret_cast<const int*>(a.plan) + plan_row(source, channel);
   return {plan[0], plan[1] - plan[0]};
+}
+
+// Behind the plan, by node and ring channel: records that this rank relays for its rail peer there.
+__device__ __forceinline__ int* rail_plan(const Args& a, int node, int channel) {
+  return reinterpret_cast<int*>(a.plan) + plan_words(a.ranks) + node * kRingChannels + channel;
+}
+// And which GPUs of this node each of them goes to, one bit each.
+__device__ __forceinline__ u32* went(const Args& a, int node, int channel) {
+  int chunk = reinterpret_cast<const int*>(a.plan)[plan_chunk(a.ranks, rail_peer(a, node))];
+  return reinterpret_cast<u32*>(a.relay) + node * a.max_tokens + i64(chunk) * channel;
+}
+// Of the plan, which is there once counts are.
+__device__ __forceinline__ int all_rows(const Args& a) {
+  return reinterpret_cast<const int*>(a.plan)[plan_row(a.ranks - 1, kChannels)];
 }
 
 // How a block's warps share streams, one a lane: where there are warps enough, several take turns at each, else one has several.

@@ -211,9 +211,10 @@ class EmulatedGpu:
 
     def finish_stream(self) -> None: ...
 
-    def finish(self) -> None:
+    def ends(self, seconds: float) -> bool:
         for side in Side.all.values():
             side.join()
+        return True
 
     def read(self, tensor: torch.Tensor) -> Any:
         return tensor.tolist()
