@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
+import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.core import oracle
 from tests.core.pool import World, attempt, modes
@@ -109,6 +113,48 @@ def test_a_third_operation_is_refused_and_names_the_pending(ranks: Any, fabric: 
     for error, text in ranks(2, fabric).run(third_operation, mode):
         assert error == "RuntimeError"
         assert f"combine of {mode} in lane 0" in text and f"combine of {mode} in lane 1" in text
+
+
+def in_fresh_threads(world: World, mode: str) -> str | None:
+    """Each hook in a thread of its own, which has used nothing of CUDA; at last one gives up."""
+    buffer = world.make()
+    r = Round(world, buffer, oracle.make_case(1, [6, 3]), mode, hook=True)
+    raised: list[BaseException] = []
+
+    def run(step: Callable[[], None]) -> None:
+        def within() -> None:
+            try:
+                step()
+            except BaseException as e:
+                raised.append(e)
+
+        thread = threading.Thread(target=within)
+        thread.start()
+        thread.join()
+        assert not raised, raised
+
+    r.dispatch()
+    r.got.hook = functools.partial(run, r.got.hook)
+    r.receive()
+    r.combine()
+    r._finish = functools.partial(run, r._finish)
+    r.collect()
+    dist.barrier(world.group)
+    if world.rank == 0:
+        run(lambda: buffer.abort("enough"))
+        world.settle()
+    dist.barrier(world.group)
+    attempt(lambda: Round(world, buffer, r.case, mode).run())
+    world.settle()  # kernels end at once, and say why to the next call
+    why = buffer.failure()
+    buffer.destroy()
+    return why
+
+
+@pytest.mark.parametrize("mode", HOOKED)
+def test_hooks_and_abort_from_threads_of_their_own(ranks: Any, fabric: str, mode: str) -> None:
+    for why in ranks(2, fabric).run(in_fresh_threads, mode):
+        assert why is not None and ("enough" in why or "rank 0 gave up" in why)
 
 
 def normal_hook(world: World) -> list[tuple[str, str]]:

@@ -44,6 +44,7 @@ class Gpu:
         self.multiprocessors = int(torch.cuda.get_device_properties(self.device).multi_processor_count)
         self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._one = torch.ones(1, dtype=torch.int64, device="cpu", pin_memory=True)
+        self._context = world.check(world.driver().cuCtxGetCurrent())
 
     def join(self, size: int, meeting: Meeting) -> None:
         """The NVSHMEM world, before images that need it are loaded. Collective."""
@@ -103,7 +104,8 @@ class Gpu:
 
     def set_word(self, address: int) -> None:
         """Store 1 to a 64-bit word of device memory, whatever the current stream does."""
-        world.driver().cuMemcpyAsync(address, self._one.data_ptr(), 8, self._side.cuda_stream)
+        with world.current(self._context):
+            world.driver().cuMemcpyAsync(address, self._one.data_ptr(), 8, self._side.cuda_stream)
 
 
 @contextmanager

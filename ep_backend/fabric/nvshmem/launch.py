@@ -142,6 +142,9 @@ class Launch:
         self.config = _Config(one(self.blocks, 1, 1), block, shared, None, early, self.early)
 
 
+_NOT_HERE = 201, 400  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE: the thread has another context, or none
+
+
 class Kernel:
     """One entry point of one image, ready to be launched (also in a capture). Launched by ctypes: the bindings' conversion of
     the configuration takes several times as long as the launch."""
@@ -156,11 +159,16 @@ class Kernel:
         room = min(STAGE_BYTES, SHARED_BYTES - static)
         check(api.cuFuncSetAttribute(function, of.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, room))
         self._function = ctypes.c_void_p(int(function))
+        self._context = check(api.cuCtxGetCurrent())
         self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
 
     def launch(self, how: Launch, args: Args, stream: int) -> None:
         how.config.stream = stream
-        status = self._launch(ctypes.byref(how.config), self._function, args.parameters, None)
+        given = ctypes.byref(how.config), self._function, args.parameters, None
+        status = self._launch(*given)
+        if status in _NOT_HERE:
+            with world.current(self._context):
+                status = self._launch(*given)
         if status != 0:
             raise EpError(f"launch of {how.kernel} failed with CUDA error {status}")
 

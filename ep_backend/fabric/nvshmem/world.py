@@ -6,6 +6,8 @@ import ctypes
 import logging
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,6 +147,16 @@ def driver() -> Any:
     from cuda.bindings import driver as module
 
     return module
+
+
+@contextmanager
+def current(context: Any) -> Iterator[None]:
+    """This CUDA context is the thread's: one that has used no CUDA so far has none, and another may be on another device."""
+    check(driver().cuCtxPushCurrent(context))
+    try:
+        yield
+    finally:
+        check(driver().cuCtxPopCurrent())
 
 
 def check(result: Any) -> Any:
