@@ -97,7 +97,8 @@ class Fabric(Protocol):
         """The proposal that every rank carried in the last finished dispatch, else 0; equal on all ranks."""
 
     def start_dispatch(self, call: Call) -> None:
-        """Send every record of the call; waits for nobody but in normal mode, which does all its work here."""
+        """Send every record of the call. Waits for nobody but in normal mode, which does all its work here, and behind an epoch
+        that was refused, until all ranks have left it."""
 
     def finish_dispatch(self, call: Call) -> Received:
         """Wait for every source and place what arrived."""

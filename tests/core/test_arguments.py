@@ -282,6 +282,23 @@ def test_one_rank_over_capacity_is_refused_on_all(ranks: Any, mode: str, wrong: 
                 assert f"rank {wrong} refused" in outcome.message
 
 
+def another_mode_behind(world: World, refused: str, then: str) -> None:
+    """Rank 0 refuses; the last rank comes to that call when the others are in the next, of other slots in the same memory."""
+    with world.make(max_tokens={"normal": 12, "direct": 12, "low_latency": 24, "hybrid": 24}, timeout_s=20.0) as buffer:
+        for turn in range(2):
+            if world.rank == world.size - 1:
+                time.sleep(0.3)
+            tokens = [25] + [12] * (world.size - 1)
+            outcome = attempt(lambda c=oracle.make_case(turn, tokens): Round(world, buffer, c, refused).run())  # type: ignore[misc]
+            assert outcome.error == ("EpRefused" if world.rank else "ValueError"), outcome
+            Round(world, buffer, oracle.make_case(10 + turn, [12] * world.size), then).run()
+
+
+@pytest.mark.parametrize("then", ["low_latency", "hybrid"])
+def test_records_of_a_refused_call_do_not_reach_the_next(ranks: Any, then: str) -> None:
+    ranks(3).run(another_mode_behind, "direct", then)
+
+
 def one_rank_astray(world: World, lanes: int, wrong: int) -> list[Outcome]:
     """Rank ``wrong`` names a lane that is not there; twice, with rounds in every lane in between."""
     found = []

@@ -49,6 +49,7 @@ class HostFabric:
         self._failure: str | None = None
         self._executed: tuple[Mode | None, int] = (None, 0)
         self._lane_rounds = [0] * config.lanes
+        self._answered = [0] * config.lanes  # the last epoch that had its combine
         self._heap = Heap(self.allocated_bytes, meeting)
 
     # The four phases of a call.
@@ -60,6 +61,8 @@ class HostFabric:
         stats.slots_high_water = max(stats.slots_high_water, call.tokens)
         stats.dispatch.calls += 1
         with stats.dispatch.timed("send"), self._refusal_first(call):
+            if call.epoch != self._answered[call.lane] + 1:  # a peer may still be writing records of a refused epoch
+                self.run(call, "dispatch", *self.await_intents(call))
             _protocol(call.mode).start_dispatch(self, call)
 
     def finish_dispatch(self, call: Call) -> Received:
@@ -87,6 +90,7 @@ class HostFabric:
             if self.faults.corrupt_combine and out.numel():
                 out[:, 0] += 1
         self._lane_rounds[call.lane] += 1
+        self._answered[call.lane] = call.epoch
 
     # What modes are made of.
 
@@ -125,6 +129,10 @@ class HostFabric:
                 seen.append(count)
                 return
             yield Blocked(peer, (call.epoch, 0), (epoch, count))
+
+    def await_intents(self, call: Call) -> list[Task]:
+        """Wait until every rank has begun the call's epoch, and so left all earlier ones."""
+        return [self.await_word(call, self.words.intent, peer, peer, []) for peer in range(self.shape.ranks)]
 
     def dispatch_rows(self, rank: int, lane: int, segment: int, count: int, stride: int) -> Bytes:
         base = layout.lane_offset(self.shape, lane) + self._regions.dispatch

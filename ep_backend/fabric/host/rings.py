@@ -121,7 +121,7 @@ def start_dispatch(f: HostFabric, call: Call) -> None:
     if call.repeats:
         state.counts, state.rail_counts = call.routing.counted
         # Counts would have told that every rank is in this epoch, also those that send nothing.
-        f.run(call, "dispatch", *(f.await_word(call, w.intent, r, r, []) for r in range(s.ranks)))
+        f.run(call, "dispatch", *f.await_intents(call))
     else:
         _exchange_counts(f, call, state)
 
