@@ -21,6 +21,7 @@ from ep_backend.fabric.meeting import Meeting
 from ep_backend.modes import Layout, Mode, Placement
 from ep_backend.stats import BufferStats, OpStats
 
+GAVE_UP, LEFT = 1, 2  # in an abort word: the buffer is failed, or that rank has destroyed it
 PROPOSAL_SHIFT = 16  # an intent word's count: proposal (8 bits) | mode | layout | payload
 
 
@@ -151,7 +152,16 @@ class HostFabric:
         def waited(peer: int, seconds: float) -> None:
             self.stats.wait_s[peer] += seconds
 
-        run(tasks, record, self.config.timeout_s, lambda: self._check(call, op), waited)
+        left: set[int] = set()
+
+        def check(blocked: list[Blocked]) -> None:
+            self._check(call, op)
+            for b in blocked:
+                if b.peer in left:  # it had before this turn, so that the word cannot be on its way
+                    raise EpFailed(f"rank {b.peer} has destroyed the buffer, and rank {self.rank} waits for it in {record(b)}")
+            left.update(peer for peer in range(self.shape.ranks) if self._heap.load(self.rank, 8 * peer) == LEFT)
+
+        run(tasks, record, self.config.timeout_s, check, waited)
 
     # Agreement, failure and the end.
 
@@ -185,12 +195,12 @@ class HostFabric:
         with suppress(EpError):  # the store may be gone with its rank; the words below still tell that we gave up
             self._meeting.post(f"abort/{self.rank}", reason, seconds=0.5)
         for peer in range(self.shape.ranks):
-            self._heap.store(peer, 8 * self.rank, 1)
+            self._heap.store(peer, 8 * self.rank, GAVE_UP)
 
     def failure(self) -> str | None:
         if self._failure is None:
             for peer in range(self.shape.ranks):
-                if self._heap.load(self.rank, 8 * peer):
+                if self._heap.load(self.rank, 8 * peer) == GAVE_UP:
                     self._failure = self._meeting.peek(f"abort/{peer}", f"rank {peer} gave up")
         return self._failure
 
@@ -201,6 +211,9 @@ class HostFabric:
         return paths
 
     def destroy(self) -> None:
+        if self.failure() is None:
+            for peer in range(self.shape.ranks):
+                self._heap.store(peer, 8 * self.rank, LEFT)
         self._failure = self._failure or "destroyed"
         self._meeting.rendezvous("destroy", min(self.config.timeout_s, 5.0))
         self._heap.close()

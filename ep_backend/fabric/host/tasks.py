@@ -33,13 +33,13 @@ def run(
     tasks: Iterable[Task],
     record: Callable[[Blocked], WaitRecord],
     timeout_s: float,
-    check: Callable[[], None],
+    check: Callable[[list[Blocked]], None],
     waited: Callable[[int, float], None],
 ) -> None:
     """Run the tasks to their ends.
 
-    ``record`` completes a Blocked for the error, ``check`` raises if a peer gave up or disagrees, ``waited`` is told
-    seconds by peer. Raises EpTimeout when no task has progressed for ``timeout_s``.
+    ``record`` completes a Blocked for the error, ``check`` raises if a peer gave up, left or disagrees, ``waited``
+    is told seconds by peer. Raises EpTimeout when no task has progressed for ``timeout_s``.
     """
     live = list(tasks)
     blocked: list[Blocked] = []
@@ -67,7 +67,7 @@ def run(
         if idle_turns <= _SPINS:
             time.sleep(0)  # lets other threads run; sched_yield would let every busy process go first
         else:
-            check()
+            check(blocked)
             if now - idle_since > timeout_s:
                 raise EpTimeout(record(blocked[0]), timeout_s)
             time.sleep(_NAP_S if idle_turns < 10 * _SPINS else _LONG_NAP_S)
