@@ -383,13 +383,10 @@ class EpBuffer:
         for name, t in (("y", y), ("out", out)):
             if not isinstance(t, torch.Tensor) and (t is not None or name == "y"):
                 raise TypeError(f"{name} is a {type(t).__name__}; give a torch.Tensor")
+        if handle.owner is not self:
+            raise ValueError("the handle belongs to another buffer")
         call = handle.call
-        if (
-            call is None
-            or handle.owner is not self
-            or (state := self._lanes[call.lane]).call is not call
-            or state.pending != "combine"
-        ):
+        if call is None or (state := self._lanes[call.lane]).call is not call or state.pending != "combine":
             raise RuntimeError(
                 f"combine needs the handle of the finished dispatch of its lane, once ({self._pending()} pending)"
             )
@@ -618,7 +615,8 @@ class EpBuffer:
             raise TypeError(f"topk_weights is {weights.dtype}; use float32")
         for name, t in (("topk_ids", ids), ("topk_weights", weights)):
             if t.shape != (tokens, c.top_k):
-                raise ValueError(f"{name} has shape {list(t.shape)}; x and top_k make it [{tokens}, {c.top_k}]")
+                whose = "the handle's " if handle is not None else ""
+                raise ValueError(f"{whose}{name} has shape {list(t.shape)}; x and top_k make it [{tokens}, {c.top_k}]")
         if sms is not None and (sms := whole("sms", sms)) < 1:
             raise ValueError(f"sms={sms!r}; give at least 1, or None for the mode's default")
         if ids.is_cpu and ids.numel():

@@ -176,16 +176,18 @@ def cached_handle(world: World, mode: str) -> list[tuple[str, str]]:
     return [
         said(lambda: buffer.dispatch(x, **both, handle=handle, mode=mode)),
         said(lambda: other.dispatch(x, handle=handle, mode=mode)),
+        said(lambda: other.combine(done.y, handle)),
         said(lambda: buffer.dispatch(x.new_zeros(len(x) + 1, x.shape[1]), handle=handle, mode=mode)),
     ]
 
 
 @pytest.mark.parametrize("mode", ["normal", *HOOKED])
 def test_a_handle_repeats_its_routing(ranks: Any, fabric: str, mode: str) -> None:
-    for both, foreign, other_size in ranks(4, fabric).run(cached_handle, mode):
+    for both, foreign, foreign_answer, other_size in ranks(4, fabric).run(cached_handle, mode):
         assert both[0] == "ValueError" and "handle" in both[1]
-        assert foreign[0] == "ValueError" and "another buffer" in foreign[1]
-        assert other_size[0] == "ValueError" and "shape" in other_size[1]
+        for error, text in (foreign, foreign_answer):
+            assert error == "ValueError" and "another buffer" in text
+        assert other_size[0] == "ValueError" and "the handle's topk_ids has shape" in other_size[1]
 
 
 def repeated_without_tokens(world: World) -> None:
