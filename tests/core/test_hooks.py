@@ -48,6 +48,22 @@ def test_two_alternating_micro_batches(ranks: Any, fabric: str, mode: str, hook:
     ranks(size, fabric).run(two_micro_batches, mode, hook, 10)
 
 
+def in_its_own_order(world: World, mode: str) -> None:
+    """Odd ranks take lane 0 first, the others lane 1, in every phase."""
+    buffer = world.buffer(gpus_per_node=2)
+    for n in range(5):
+        cases = [oracle.make_case(2 * n + lane, [(5 * r + n) % 13 for r in range(world.size)]) for lane in (0, 1)]
+        lanes = [Round(world, buffer, case, mode, lane=lane, hook=True) for lane, case in enumerate(cases)]
+        for phase in (Round.dispatch, Round.receive, Round.combine, Round.collect):
+            for one in lanes if world.rank % 2 else lanes[::-1]:
+                phase(one)
+
+
+@pytest.mark.parametrize("mode", HOOKED)
+def test_ranks_may_drive_lanes_in_different_orders(ranks: Any, fabric: str, mode: str) -> None:
+    ranks(4, fabric).run(in_its_own_order, mode)
+
+
 def rules(world: World, mode: str) -> dict[str, Any]:
     buffer = world.buffer()
     case = oracle.make_case(1, [6, 3])

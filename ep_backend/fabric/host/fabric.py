@@ -16,7 +16,7 @@ from ep_backend.fabric.host import hybrid, rings, slots
 from ep_backend.fabric.host.core import Ints
 from ep_backend.fabric.host.faults import Faults
 from ep_backend.fabric.host.heap import Bytes, Heap
-from ep_backend.fabric.host.tasks import Blocked, Task, run
+from ep_backend.fabric.host.tasks import Beside, Blocked, Task, run
 from ep_backend.fabric.meeting import Meeting
 from ep_backend.modes import Layout, Mode, Placement
 from ep_backend.stats import BufferStats, OpStats
@@ -51,6 +51,7 @@ class HostFabric:
         self._executed: tuple[Mode | None, int] = (None, 0)
         self._lane_rounds = [0] * config.lanes
         self._answered = [0] * config.lanes  # the last epoch that had its combine
+        self._beside: list[list[Beside]] = [[] for _ in range(config.lanes)]
         self._heap = Heap(self.allocated_bytes, meeting)
 
     # The four phases of a call.
@@ -161,7 +162,15 @@ class HostFabric:
                     raise EpFailed(f"rank {b.peer} has destroyed the buffer, and rank {self.rank} waits for it in {record(b)}")
             left.update(peer for peer in range(self.shape.ranks) if self._heap.load(self.rank, 8 * peer) == LEFT)
 
-        run(tasks, record, self.config.timeout_s, check, waited)
+        run(tasks, record, self.config.timeout_s, check, waited, self._go_on_beside)
+
+    def beside(self, call: Call, *tasks: Task) -> None:
+        """Begin what peers need of this rank whatever its caller does next: any wait keeps it going."""
+        self._beside[call.lane] = [Beside(task) for task in tasks]
+
+    def join(self, call: Call) -> list[Task]:
+        """Wait for what the call began beside its phase."""
+        return [task.join() for task in self._beside[call.lane]]
 
     # Agreement, failure and the end.
 
@@ -231,13 +240,19 @@ class HostFabric:
             word = layout.signal_word(epoch, signature)
             self._heap.store(peer, self._word(lane, self.words.intent, self.rank), word)
 
+    def _go_on_beside(self) -> bool:
+        return any([task.step() for lane in self._beside for task in lane])
+
     @contextmanager
     def _refusal_first(self, call: Call) -> Iterator[None]:
         """Records of a refused epoch may be overwritten while they are read; then the refusal is the error to report."""
         try:
             yield
-        except (IndexError, ValueError):
-            self._check(call, "dispatch")
+        except BaseException as e:
+            for task in self._beside[call.lane]:
+                task.end()
+            if isinstance(e, (IndexError, ValueError)):
+                self._check(call, "dispatch")
             raise
 
     def _check(self, call: Call, op: str) -> None:
