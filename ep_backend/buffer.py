@@ -279,7 +279,7 @@ class EpBuffer:
             state = self._lane(lane)
         except (ValueError, TypeError) as e:
             # Which round of which lane this was to be nobody can tell.
-            self._refuse([idle for idle, other in enumerate(self._lanes) if other.pending is None], e, astray=True)
+            self._refuse([idle for idle, other in enumerate(self._lanes) if other.pending is None], e)
             raise
         if state.pending is not None:
             raise RuntimeError(
@@ -498,12 +498,12 @@ class EpBuffer:
         ]
         return "; ".join(ops) or "nothing"
 
-    def _refuse(self, lanes: list[int], error: Exception, *, astray: bool = False) -> None:
+    def _refuse(self, lanes: list[int], error: Exception) -> None:
         """These lanes' next rounds do not take place, and peers hear why."""
         for lane in lanes:
             self._lanes[lane].epoch += 1
         rounds = [(lane, self._lanes[lane].epoch) for lane in lanes]
-        self._fabric.refuse(rounds, f"{type(error).__name__}: {error}", astray=astray)
+        self._fabric.refuse(rounds, f"{type(error).__name__}: {error}")
 
     def _forked(self) -> bool:
         """Whether this is a child's copy, with whose memory the child could break its parent's rounds."""
@@ -529,9 +529,11 @@ class EpBuffer:
         try:
             return step(*args)
         except EpRefused:
-            state.call = state.pending = None
-            for lane, other in enumerate(self._lanes):
-                other.epoch += other.pending is None and self._fabric.astray(lane, other.epoch + 1)
+            call, state.call, state.pending = state.call, None, None
+            assert call is not None
+            for lane, epoch in self._fabric.refused_with(call.lane, call.epoch):
+                other = self._lanes[lane]
+                other.epoch += other.pending is None and other.epoch + 1 == epoch
             raise
         except BaseException as e:
             self._fabric.stats.timeouts += isinstance(e, EpTimeout)

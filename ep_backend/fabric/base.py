@@ -115,12 +115,12 @@ class Fabric(Protocol):
     def uses(self, *tensors: torch.Tensor | None) -> None:
         """The current stream uses tensors that another one allocated: their memory is not given away before it has."""
 
-    def refuse(self, rounds: list[tuple[int, int]], reason: str, *, astray: bool = False) -> None:
-        """Tell every peer that this rank will not take part in these epochs of lanes. ``astray``: one was meant, nobody knows
+    def refuse(self, rounds: list[tuple[int, int]], reason: str) -> None:
+        """Tell every peer that this rank will not take part in these epochs of lanes. Several: one was meant, nobody knows
         which, and all are used up."""
 
-    def astray(self, lane: int, epoch: int) -> bool:
-        """Has a peer used the epoch up so?"""
+    def refused_with(self, lane: int, epoch: int) -> list[tuple[int, int]]:
+        """What peers used up by the refusal that used up this epoch."""
 
     def capturing(self) -> bool:
         """Whether the caller's work is being captured in a CUDA graph."""

@@ -322,6 +322,28 @@ def test_a_lane_that_is_not_there_is_refused_on_all(ranks: Any, size: int, lanes
             assert outcome.error == (error if rank == 1 else "EpRefused") and said in outcome.message, outcome
 
 
+def refused_then_astray(world: World) -> list[Outcome]:
+    """Rank 1 exceeds the capacity in lane 1 and then names a lane that is not there, before the others hear of the first."""
+    found = []
+    with world.make(timeout_s=10.0) as buffer:
+        for turn in range(2):
+            if world.rank != 1:
+                time.sleep(0.3)
+            for tokens, lane in ((13, 1), (4, 5 if world.rank == 1 else 0)):
+                call = Round(world, buffer, oracle.make_case(turn, [4, tokens, 4]), "direct", lane=lane)
+                outcome = attempt(call.run)
+                found.append(Outcome(world.rank, outcome.kind, None, outcome.error, outcome.message))
+            for lane in (0, 1):
+                Round(world, buffer, oracle.make_case(turn + lane, [3, 3, 3]), "direct", lane=lane).run()
+    return found
+
+
+def test_two_mistakes_one_after_the_other_are_told_apart(ranks: Any) -> None:
+    for rank, outcomes in enumerate(ranks(3).run(refused_then_astray)):
+        for outcome, said in zip(outcomes, ("13 tokens", "lane=5") * 2, strict=True):
+            assert outcome.error == ("ValueError" if rank == 1 else "EpRefused") and said in outcome.message, outcome
+
+
 def _shifted(t: torch.Tensor, elements: int) -> torch.Tensor:
     """A contiguous copy that begins so many elements behind an aligned address."""
     at = torch.empty(t.numel() + elements, dtype=t.dtype, device=t.device)[elements:].view(t.shape)

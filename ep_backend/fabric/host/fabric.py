@@ -174,16 +174,14 @@ class HostFabric:
 
     # Agreement, failure and the end.
 
-    def refuse(self, rounds: list[tuple[int, int]], reason: str, *, astray: bool = False) -> None:
+    def refuse(self, rounds: list[tuple[int, int]], reason: str) -> None:
         for lane, epoch in rounds:
-            if astray:
-                self._meeting.post(_astray(lane, epoch, self.rank), True)
-            self._meeting.post(_refusal(lane, epoch, self.rank), reason)
+            self._meeting.post(_refusal(lane, epoch, self.rank), (reason, rounds))
         for lane, epoch in rounds:  # whoever sees one has all that was posted
             self._intend(lane, epoch, layout.REFUSED)
 
-    def astray(self, lane: int, epoch: int) -> bool:
-        return any(self._meeting.peek(_astray(lane, epoch, peer), False) for peer in range(self.shape.ranks))
+    def refused_with(self, lane: int, epoch: int) -> list[tuple[int, int]]:
+        return [used for _, _, rounds in self._refusals(lane, epoch) for used in rounds]
 
     def capturing(self) -> bool:
         return False
@@ -274,21 +272,21 @@ class HostFabric:
                     f"and rank {peer} called {_describe(signature)}; all ranks must choose the same"
                 )
 
+    def _refusals(self, lane: int, epoch: int) -> list[tuple[int, str, list[tuple[int, int]]]]:
+        """Each rank that refused the epoch, why, and what it used up with it."""
+        none: tuple[str, list[tuple[int, int]]] = "", []
+        said = [(peer, *self._meeting.peek(_refusal(lane, epoch, peer), none)) for peer in range(self.shape.ranks)]
+        return [each for each in said if each[1]]
+
     def _refusal(self, call: Call) -> str:
         epoch = f"dispatch epoch {call.epoch} of lane {call.lane}"
-        for peer in range(self.shape.ranks):
-            said = self._meeting.peek(_refusal(call.lane, call.epoch, peer), "")
-            if said:
-                return f"rank {peer} refused {epoch}: {said}"
+        for peer, reason, _ in self._refusals(call.lane, call.epoch):
+            return f"rank {peer} refused {epoch}: {reason}"
         return f"{epoch} was refused, and the process group's store does not say why"
 
 
 def _refusal(lane: int, epoch: int, rank: int) -> str:
     return f"refused/{lane}/{epoch}/{rank}"
-
-
-def _astray(lane: int, epoch: int, rank: int) -> str:
-    return f"astray/{lane}/{epoch}/{rank}"
 
 
 def _signature(call: Call) -> int:
