@@ -92,7 +92,8 @@ class Arguments:
             raise TypeError(f"topk_weights is {weights.dtype}; use float32")
         for name, t in (("topk_ids", ids), ("topk_weights", weights)):
             if t.shape != (tokens, c.top_k):
-                raise ValueError(f"{name} has shape {list(t.shape)}; x and top_k make it [{tokens}, {c.top_k}]")
+                whose = "the handle's " if handle is not None else ""
+                raise ValueError(f"{whose}{name} has shape {list(t.shape)}; x and top_k make it [{tokens}, {c.top_k}]")
         if sms is not None and (sms := whole("sms", sms)) < 1:
             raise ValueError(f"sms={sms!r}; give at least 1, or None for the mode's default")
         if ids.is_cpu and ids.numel():

@@ -206,7 +206,7 @@ class EpBuffer:
             state = self._lane(lane)
         except (ValueError, TypeError) as e:
             # Which round of which lane this was to be nobody can tell.
-            self._refuse([idle for idle, other in enumerate(self._lanes) if other.pending is None], e, astray=True)
+            self._refuse([idle for idle, other in enumerate(self._lanes) if other.pending is None], e)
             raise
         if state.pending is not None:
             raise RuntimeError(
@@ -311,13 +311,10 @@ class EpBuffer:
         for name, t in (("y", y), ("out", out)):
             if not isinstance(t, torch.Tensor) and (t is not None or name == "y"):
                 raise TypeError(f"{name} is a {type(t).__name__}; give a torch.Tensor")
+        if handle.owner is not self:
+            raise ValueError("the handle belongs to another buffer")
         call = handle.call
-        if (
-            call is None
-            or handle.owner is not self
-            or (state := self._lanes[call.lane]).call is not call
-            or state.pending != "combine"
-        ):
+        if call is None or (state := self._lanes[call.lane]).call is not call or state.pending != "combine":
             raise RuntimeError(
                 f"combine needs the handle of the finished dispatch of its lane, once ({self._pending()} pending)"
             )
@@ -418,12 +415,12 @@ class EpBuffer:
         ]
         return "; ".join(ops) or "nothing"
 
-    def _refuse(self, lanes: list[int], error: Exception, *, astray: bool = False) -> None:
+    def _refuse(self, lanes: list[int], error: Exception) -> None:
         """These lanes' next rounds do not take place, and peers hear why."""
         for lane in lanes:
             self._lanes[lane].epoch += 1
         rounds = [(lane, self._lanes[lane].epoch) for lane in lanes]
-        self._fabric.refuse(rounds, f"{type(error).__name__}: {error}", astray=astray)
+        self._fabric.refuse(rounds, f"{type(error).__name__}: {error}")
 
     def _forked(self) -> bool:
         """Whether this is a child's copy, with whose memory the child could break its parent's rounds."""
@@ -449,9 +446,11 @@ class EpBuffer:
         try:
             return step(*args)
         except EpRefused:
-            state.call = state.pending = None
-            for lane, other in enumerate(self._lanes):
-                other.epoch += other.pending is None and self._fabric.astray(lane, other.epoch + 1)
+            call, state.call, state.pending = state.call, None, None
+            assert call is not None
+            for lane, epoch in self._fabric.refused_with(call.lane, call.epoch):
+                other = self._lanes[lane]
+                other.epoch += other.pending is None and other.epoch + 1 == epoch
             raise
         except BaseException as e:
             self._fabric.stats.timeouts += isinstance(e, EpTimeout)

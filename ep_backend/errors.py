@@ -64,7 +64,7 @@ class EpTimeout(EpError):
     def __init__(self, record: WaitRecord, seconds: float) -> None:
         super().__init__(
             f"rank {record.rank} waited {seconds:g} s for rank {record.peer} in {record}. "
-            "The buffer is failed on all ranks; find out why that peer stalled, then rebuild it on each "
+            "The buffer is failed on all ranks; find out why that peer stalled or did not call, then rebuild it on each "
             "(a larger timeout_s helps only if the peer was merely slow)"
         )
         self.record = record

@@ -108,7 +108,8 @@ class Fabric(Protocol):
         """The proposal that every rank carried in the last finished dispatch, else 0; equal on all ranks."""
 
     def start_dispatch(self, call: Call) -> None:
-        """Send every record of the call; waits for nobody but in normal mode, which does all its work here."""
+        """Send every record of the call. Waits for nobody but in normal mode, which does all its work here, and behind an epoch
+        that was refused, until all ranks have left it."""
 
     def finish_dispatch(self, call: Call) -> Received:
         """Wait for every source and place what arrived."""
@@ -125,12 +126,12 @@ class Fabric(Protocol):
     def uses(self, *tensors: torch.Tensor | None) -> None:
         """The current stream uses tensors that another one allocated: their memory is not given away before it has."""
 
-    def refuse(self, rounds: list[tuple[int, int]], reason: str, *, astray: bool = False) -> None:
-        """Tell every peer that this rank will not take part in these epochs of lanes. ``astray``: one was meant, nobody knows
+    def refuse(self, rounds: list[tuple[int, int]], reason: str) -> None:
+        """Tell every peer that this rank will not take part in these epochs of lanes. Several: one was meant, nobody knows
         which, and all are used up."""
 
-    def astray(self, lane: int, epoch: int) -> bool:
-        """Has a peer used the epoch up so?"""
+    def refused_with(self, lane: int, epoch: int) -> list[tuple[int, int]]:
+        """What peers used up by the refusal that used up this epoch."""
 
     def capturing(self) -> bool:
         """Whether the caller's work is being captured in a CUDA graph."""

@@ -282,6 +282,23 @@ def test_one_rank_over_capacity_is_refused_on_all(ranks: Any, mode: str, wrong: 
                 assert f"rank {wrong} refused" in outcome.message
 
 
+def another_mode_behind(world: World, refused: str, then: str) -> None:
+    """Rank 0 refuses; the last rank comes to that call when the others are in the next, of other slots in the same memory."""
+    with world.make(max_tokens={"normal": 12, "direct": 12, "low_latency": 24, "hybrid": 24}, timeout_s=20.0) as buffer:
+        for turn in range(2):
+            if world.rank == world.size - 1:
+                time.sleep(0.3)
+            tokens = [25] + [12] * (world.size - 1)
+            outcome = attempt(lambda c=oracle.make_case(turn, tokens): Round(world, buffer, c, refused).run())  # type: ignore[misc]
+            assert outcome.error == ("EpRefused" if world.rank else "ValueError"), outcome
+            Round(world, buffer, oracle.make_case(10 + turn, [12] * world.size), then).run()
+
+
+@pytest.mark.parametrize("then", ["low_latency", "hybrid"])
+def test_records_of_a_refused_call_do_not_reach_the_next(ranks: Any, then: str) -> None:
+    ranks(3).run(another_mode_behind, "direct", then)
+
+
 def one_rank_astray(world: World, lanes: int, wrong: int) -> list[Outcome]:
     """Rank ``wrong`` names a lane that is not there; twice, with rounds in every lane in between."""
     found = []
@@ -303,6 +320,28 @@ def test_a_lane_that_is_not_there_is_refused_on_all(ranks: Any, size: int, lanes
     for rank, turns in enumerate(ranks(size).run(one_rank_astray, lanes, 1)):
         for error, said, outcome in zip(("TypeError", "ValueError"), ("lane='0'", "lane=5"), turns, strict=True):
             assert outcome.error == (error if rank == 1 else "EpRefused") and said in outcome.message, outcome
+
+
+def refused_then_astray(world: World) -> list[Outcome]:
+    """Rank 1 exceeds the capacity in lane 1 and then names a lane that is not there, before the others hear of the first."""
+    found = []
+    with world.make(timeout_s=10.0) as buffer:
+        for turn in range(2):
+            if world.rank != 1:
+                time.sleep(0.3)
+            for tokens, lane in ((13, 1), (4, 5 if world.rank == 1 else 0)):
+                call = Round(world, buffer, oracle.make_case(turn, [4, tokens, 4]), "direct", lane=lane)
+                outcome = attempt(call.run)
+                found.append(Outcome(world.rank, outcome.kind, None, outcome.error, outcome.message))
+            for lane in (0, 1):
+                Round(world, buffer, oracle.make_case(turn + lane, [3, 3, 3]), "direct", lane=lane).run()
+    return found
+
+
+def test_two_mistakes_one_after_the_other_are_told_apart(ranks: Any) -> None:
+    for rank, outcomes in enumerate(ranks(3).run(refused_then_astray)):
+        for outcome, said in zip(outcomes, ("13 tokens", "lane=5") * 2, strict=True):
+            assert outcome.error == ("ValueError" if rank == 1 else "EpRefused") and said in outcome.message, outcome
 
 
 def _shifted(t: torch.Tensor, elements: int) -> torch.Tensor:

@@ -52,6 +52,22 @@ def test_two_alternating_micro_batches(ranks: Any, fabric: str, mode: str, hook:
     ranks(size, fabric).run(two_micro_batches, mode, hook, 10)
 
 
+def in_its_own_order(world: World, mode: str) -> None:
+    """Odd ranks take lane 0 first, the others lane 1, in every phase."""
+    buffer = world.buffer(gpus_per_node=2)
+    for n in range(5):
+        cases = [oracle.make_case(2 * n + lane, [(5 * r + n) % 13 for r in range(world.size)]) for lane in (0, 1)]
+        lanes = [Round(world, buffer, case, mode, lane=lane, hook=True) for lane, case in enumerate(cases)]
+        for phase in (Round.dispatch, Round.receive, Round.combine, Round.collect):
+            for one in lanes if world.rank % 2 else lanes[::-1]:
+                phase(one)
+
+
+@pytest.mark.parametrize("mode", HOOKED)
+def test_ranks_may_drive_lanes_in_different_orders(ranks: Any, fabric: str, mode: str) -> None:
+    ranks(4, fabric).run(in_its_own_order, mode)
+
+
 def rules(world: World, mode: str) -> dict[str, Any]:
     buffer = world.buffer()
     case = oracle.make_case(1, [6, 3])
@@ -222,16 +238,18 @@ def cached_handle(world: World, mode: str) -> list[tuple[str, str]]:
     return [
         said(lambda: buffer.dispatch(x, **both, handle=handle, mode=mode)),
         said(lambda: other.dispatch(x, handle=handle, mode=mode)),
+        said(lambda: other.combine(done.y, handle)),
         said(lambda: buffer.dispatch(x.new_zeros(len(x) + 1, x.shape[1]), handle=handle, mode=mode)),
     ]
 
 
 @pytest.mark.parametrize("mode", ["normal", *HOOKED])
 def test_a_handle_repeats_its_routing(ranks: Any, fabric: str, mode: str) -> None:
-    for both, foreign, other_size in ranks(4, fabric).run(cached_handle, mode):
+    for both, foreign, foreign_answer, other_size in ranks(4, fabric).run(cached_handle, mode):
         assert both[0] == "ValueError" and "handle" in both[1]
-        assert foreign[0] == "ValueError" and "another buffer" in foreign[1]
-        assert other_size[0] == "ValueError" and "shape" in other_size[1]
+        for error, text in (foreign, foreign_answer):
+            assert error == "ValueError" and "another buffer" in text
+        assert other_size[0] == "ValueError" and "the handle's topk_ids has shape" in other_size[1]
 
 
 def repeated_without_tokens(world: World) -> None:

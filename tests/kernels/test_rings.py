@@ -44,11 +44,11 @@ def test_tiny_rings(ranks: Any, kernels: str, size: int, gpus: int, slots: int) 
     assert set(done) == {6}
 
 
-def through(world: World, tokens: int, gpus: int) -> int:
-    options = {"hidden": 64, "payloads": ("bf16",), "lanes": 1, "ring_slots": 8, "gpus_per_node": gpus}
+def through(world: World, tokens: int, gpus: int, hidden: int = 64) -> int:
+    options = {"hidden": hidden, "payloads": ("bf16",), "lanes": 1, "ring_slots": 8, "gpus_per_node": gpus}
     with world.make(**options, max_tokens={"normal": tokens}) as buffer:
         for seed, kind in enumerate(("uniform", "hot_rank")):
-            Round(world, buffer, oracle.make_case(seed, [tokens] * world.size, kind=kind, hidden=64), "normal").run()
+            Round(world, buffer, oracle.make_case(seed, [tokens] * world.size, kind=kind, hidden=hidden), "normal").run()
         return int(buffer.allocated_bytes)
 
 
@@ -56,6 +56,10 @@ def through(world: World, tokens: int, gpus: int) -> int:
 def test_more_tokens_than_rings_hold(ranks: Any, kernels: str, size: int, gpus: int) -> None:
     pool = ranks(size, kernels)
     assert pool.run(through, 8, gpus) == pool.run(through, 700, gpus, timeout=200), "the heap does not depend on the tokens"
+
+
+def test_relays_add_rows_of_one_line(ranks: Any, kernels: str) -> None:
+    ranks(4, kernels).run(through, 8, 2, 8)
 
 
 def skewed(world: World) -> None:

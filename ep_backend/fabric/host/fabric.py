@@ -16,11 +16,12 @@ from ep_backend.fabric.host import hybrid, rings, slots
 from ep_backend.fabric.host.core import Ints
 from ep_backend.fabric.host.faults import Faults
 from ep_backend.fabric.host.heap import Bytes, Heap
-from ep_backend.fabric.host.tasks import Blocked, Task, run
+from ep_backend.fabric.host.tasks import Beside, Blocked, Task, run
 from ep_backend.fabric.meeting import Meeting
 from ep_backend.modes import Layout, Mode, Placement
 from ep_backend.stats import BufferStats, OpStats
 
+GAVE_UP, LEFT = 1, 2  # in an abort word: the buffer is failed, or that rank has destroyed it
 PROPOSAL_SHIFT = 16  # an intent word's count: proposal (8 bits) | mode | layout | payload
 
 
@@ -49,6 +50,8 @@ class HostFabric:
         self._failure: str | None = None
         self._executed: tuple[Mode | None, int] = (None, 0)
         self._lane_rounds = [0] * config.lanes
+        self._answered = [0] * config.lanes  # the last epoch that had its combine
+        self._beside: list[list[Beside]] = [[] for _ in range(config.lanes)]
         self._heap = Heap(self.allocated_bytes, meeting)
 
     # The four phases of a call.
@@ -60,6 +63,8 @@ class HostFabric:
         stats.slots_high_water = max(stats.slots_high_water, call.tokens)
         stats.dispatch.calls += 1
         with stats.dispatch.timed("send"), self._refusal_first(call):
+            if call.epoch != self._answered[call.lane] + 1:  # a peer may still be writing records of a refused epoch
+                self.run(call, "dispatch", *self.await_intents(call))
             _protocol(call.mode).start_dispatch(self, call)
 
     def finish_dispatch(self, call: Call) -> Received:
@@ -87,6 +92,7 @@ class HostFabric:
             if self.faults.corrupt_combine and out.numel():
                 out[:, 0] += 1
         self._lane_rounds[call.lane] += 1
+        self._answered[call.lane] = call.epoch
 
     # What modes are made of.
 
@@ -126,6 +132,10 @@ class HostFabric:
                 return
             yield Blocked(peer, (call.epoch, 0), (epoch, count))
 
+    def await_intents(self, call: Call) -> list[Task]:
+        """Wait until every rank has begun the call's epoch, and so left all earlier ones."""
+        return [self.await_word(call, self.words.intent, peer, peer, []) for peer in range(self.shape.ranks)]
+
     def dispatch_rows(self, rank: int, lane: int, segment: int, count: int, stride: int) -> Bytes:
         base = layout.lane_offset(self.shape, lane) + self._regions.dispatch
         return self._heap.rows(rank, base + segment, count, stride)
@@ -143,24 +153,39 @@ class HostFabric:
         def waited(peer: int, seconds: float) -> None:
             self.stats.wait_s[peer] += seconds
 
-        run(tasks, record, self.config.timeout_s, lambda: self.check(call, op), waited)
+        left: set[int] = set()
+
+        def check(blocked: list[Blocked]) -> None:
+            self.check(call, op)
+            for b in blocked:
+                if b.peer in left:  # it had before this turn, so that the word cannot be on its way
+                    raise EpFailed(f"rank {b.peer} has destroyed the buffer, and rank {self.rank} waits for it in {record(b)}")
+            left.update(peer for peer in range(self.shape.ranks) if self._heap.load(self.rank, 8 * peer) == LEFT)
+
+        run(tasks, record, self.config.timeout_s, check, waited, self._go_on_beside)
+
+    def beside(self, call: Call, *tasks: Task) -> None:
+        """Begin what peers need of this rank whatever its caller does next: any wait keeps it going."""
+        self._beside[call.lane] = [Beside(task) for task in tasks]
+
+    def join(self, call: Call) -> list[Task]:
+        """Wait for what the call began beside its phase."""
+        return [task.join() for task in self._beside[call.lane]]
 
     # Agreement, failure and the end.
 
-    def refuse(self, rounds: list[tuple[int, int]], reason: str, *, astray: bool = False) -> None:
+    def refuse(self, rounds: list[tuple[int, int]], reason: str) -> None:
         try:
             for lane, epoch in rounds:
-                if astray:
-                    self._meeting.post(_astray(lane, epoch, self.rank), True)
-                self._meeting.post(_refusal(lane, epoch, self.rank), reason)
+                self._meeting.post(_refusal(lane, epoch, self.rank), (reason, rounds))
         except EpError:  # the store may be gone with its rank; peers are told all the same, but not why
-            if astray:  # nor which rounds are used up, without which lanes would part
+            if len(rounds) > 1:  # nor which rounds are used up, without which lanes would part
                 raise
         for lane, epoch in rounds:  # whoever sees one has all that was posted
             self._intend(lane, epoch, layout.REFUSED)
 
-    def astray(self, lane: int, epoch: int) -> bool:
-        return any(self._meeting.peek(_astray(lane, epoch, peer), False) for peer in range(self.shape.ranks))
+    def refused_with(self, lane: int, epoch: int) -> list[tuple[int, int]]:
+        return [used for _, _, rounds in self._refusals(lane, epoch) for used in rounds]
 
     def capturing(self) -> bool:
         return False
@@ -181,12 +206,12 @@ class HostFabric:
         with suppress(EpError):  # the store may be gone with its rank; the words below still tell that we gave up
             self._meeting.post(f"abort/{self.rank}", reason, seconds=0.5)
         for peer in range(self.shape.ranks):
-            self._heap.store(peer, 8 * self.rank, 1)
+            self._heap.store(peer, 8 * self.rank, GAVE_UP)
 
     def failure(self) -> str | None:
         if self._failure is None:
             for peer in range(self.shape.ranks):
-                if self._heap.load(self.rank, 8 * peer):
+                if self._heap.load(self.rank, 8 * peer) == GAVE_UP:
                     self._failure = self._meeting.peek(f"abort/{peer}", f"rank {peer} gave up")
         return self._failure
 
@@ -197,6 +222,9 @@ class HostFabric:
         return paths
 
     def destroy(self) -> None:
+        if self.failure() is None:
+            for peer in range(self.shape.ranks):
+                self._heap.store(peer, 8 * self.rank, LEFT)
         self._failure = self._failure or "destroyed"
         self._meeting.rendezvous("destroy", min(self.config.timeout_s, 5.0))
         self._heap.close()
@@ -214,13 +242,19 @@ class HostFabric:
             word = layout.signal_word(epoch, signature)
             self._heap.store(peer, self._word(lane, self.words.intent, self.rank), word)
 
+    def _go_on_beside(self) -> bool:
+        return any([task.step() for lane in self._beside for task in lane])
+
     @contextmanager
     def _refusal_first(self, call: Call) -> Iterator[None]:
         """Records of a refused epoch may be overwritten while they are read; then the refusal is the error to report."""
         try:
             yield
-        except (IndexError, ValueError):
-            self.check(call, "dispatch")
+        except BaseException as e:
+            for task in self._beside[call.lane]:
+                task.end()
+            if isinstance(e, (IndexError, ValueError)):
+                self.check(call, "dispatch")
             raise
 
     def check(self, call: Call, op: str) -> None:
@@ -242,21 +276,21 @@ class HostFabric:
                     f"and rank {peer} called {_describe(signature)}; all ranks must choose the same"
                 )
 
+    def _refusals(self, lane: int, epoch: int) -> list[tuple[int, str, list[tuple[int, int]]]]:
+        """Each rank that refused the epoch, why, and what it used up with it."""
+        none: tuple[str, list[tuple[int, int]]] = "", []
+        said = [(peer, *self._meeting.peek(_refusal(lane, epoch, peer), none)) for peer in range(self.shape.ranks)]
+        return [each for each in said if each[1]]
+
     def _refusal(self, call: Call) -> str:
         epoch = f"dispatch epoch {call.epoch} of lane {call.lane}"
-        for peer in range(self.shape.ranks):
-            said = self._meeting.peek(_refusal(call.lane, call.epoch, peer), "")
-            if said:
-                return f"rank {peer} refused {epoch}: {said}"
+        for peer, reason, _ in self._refusals(call.lane, call.epoch):
+            return f"rank {peer} refused {epoch}: {reason}"
         return f"{epoch} was refused, and the process group's store does not say why"
 
 
 def _refusal(lane: int, epoch: int, rank: int) -> str:
     return f"refused/{lane}/{epoch}/{rank}"
-
-
-def _astray(lane: int, epoch: int, rank: int) -> str:
-    return f"astray/{lane}/{epoch}/{rank}"
 
 
 def _signature(call: Call) -> int:

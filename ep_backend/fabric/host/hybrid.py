@@ -4,7 +4,8 @@ Hop 1, source to its relay (the rank of the other node on its rail): channels of
 are written and a total. Hop 2, relay to GPUs: direct's segments [source rank], with the relay as the writer. A source is
 the relay of its own node. Combine returns the same way: GPUs send partial sums to the relay, which adds them in fp32 and
 sends one row a token back over the rail. A relay answers a source only after all GPUs of its node have answered it, so a
-returned word frees the slots of that whole node.
+returned word frees the slots of that whole node. What a rank does as a relay goes on in any of its waits, so that ranks may
+drive their lanes in different orders.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def start_dispatch(f: HostFabric, call: Call) -> None:
     forward.records(out.records[own], slot)
     forward.finish()
     state.relayed[f.node] = (out.ids[own], own, slot)
+    f.beside(call, *(_relay(f, call, node) for node in range(s.nodes) if node != f.node))
 
 
 class _Forward:
@@ -165,8 +167,7 @@ def finish_dispatch(f: HostFabric, call: Call) -> Received:
         # Channels reach the relay in any order; rows are promised in order of the token.
         got[source] = Segment(source, rows[np.argsort(fields(rows, wire.source, 1, np.int32)[:, 0])])
 
-    relays = (_relay(f, call, node) for node in range(s.nodes) if node != f.node)
-    f.run(call, "dispatch", *relays, *(receive(source) for source in range(s.ranks)))
+    f.run(call, "dispatch", *f.join(call), *(receive(source) for source in range(s.ranks)))
     segments = [got[source] for source in range(s.ranks)]
     received, call.state.arrived = place(call, s, f.rank, segments)
     return received
@@ -191,6 +192,7 @@ def start_combine(f: HostFabric, call: Call, y: torch.Tensor) -> None:
         f.faults.at("before_return")
         index = node * s.gpus_per_node + f.gpu
         f.signal(relay, call.lane, f.words.relay_returned, index, call.epoch, span.stop - span.start)
+    f.beside(call, *(_return(f, call, node) for node in range(s.nodes) if node != f.node))
 
 
 def _return(f: HostFabric, call: Call, node: int) -> Task:
@@ -230,7 +232,8 @@ def finish_combine(f: HostFabric, call: Call, out: torch.Tensor) -> None:
     f.run(
         call,
         "combine",
-        *(_return(f, call, node) for node in range(s.nodes)),
+        *f.join(call),
+        _return(f, call, f.node),
         *(f.await_word(call, f.words.returned, relay, relay, []) for relay in others),
     )
     stride = layout.combine_record_bytes(call.payload, s.hidden)

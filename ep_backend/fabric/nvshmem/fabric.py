@@ -365,7 +365,7 @@ class NvshmemFabric:
         if not self._gpu.read(self._control)[0]:
             self._withdrawn = offers
 
-    def refuse(self, rounds: list[tuple[int, int]], reason: str, *, astray: bool = False) -> None:
+    def refuse(self, rounds: list[tuple[int, int]], reason: str) -> None:
         log.warning("rank %d refused a dispatch: %s", self.rank, reason)
         with suppress(EpError):  # the store may be gone with its rank; peers are told all the same, but not why
             self._meeting.post(f"refused/{self.rank}", reason, seconds=0.5)
@@ -380,8 +380,8 @@ class NvshmemFabric:
             own.join()
             self._refused[lane] += 1
 
-    def astray(self, lane: int, epoch: int) -> bool:
-        return False
+    def refused_with(self, lane: int, epoch: int) -> list[tuple[int, int]]:
+        return []
 
     def capturing(self) -> bool:
         return self._gpu.capturing()

@@ -68,6 +68,7 @@ def combine(s: Shape, call: Call, blocks: int) -> Launch:
     send_parts, sent = _runs(row, _SENT_BYTES, s.top_k if masked else 1)
     receive_parts, summed = _runs(row, _SUM_BYTES, min(s.gpus_per_node + s.nodes - 1, s.top_k))
     if s.nodes > 1:
+        sent = max(sent, 16 * min(s.gpus_per_node, s.top_k))  # a relay's stage takes at least a line of each row that it adds
         # Streams of answers: of compact rows, a relay reads its own from y.
         streams = s.ranks - s.nodes * call.stays
         senders = max(1, min(2 * streams, _RETURNING_TOO))
