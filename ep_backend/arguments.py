@@ -40,12 +40,9 @@ class Arguments:
     ) -> Call:
         c, device = self._config, self._device
         if handle is not None:
-            if not isinstance(handle, Handle):
-                raise TypeError(f"handle is a {type(handle).__name__}; give the handle of an earlier dispatch, or None")
+            self.handle(handle, "the handle of an earlier dispatch, or None")
             if ids is not None or weights is not None:
                 raise ValueError("a handle brings its routing along; leave topk_ids and topk_weights None")
-            if handle.owner is not self._owner:
-                raise ValueError("the handle belongs to another buffer")
             ids, weights = handle.routing.ids, handle.routing.weights
         if ids is None or weights is None:
             raise ValueError("dispatch needs topk_ids and topk_weights (or the handle of an earlier dispatch)")
@@ -168,6 +165,12 @@ class Arguments:
                 "name it in the constructor"
             )
         return payload
+
+    def handle(self, handle: object, right: str) -> None:
+        if not isinstance(handle, Handle):
+            raise TypeError(f"handle is a {type(handle).__name__}; give {right}")
+        if handle.owner is not self._owner:
+            raise ValueError("the handle belongs to another buffer; each buffer takes the handles of its own dispatches")
 
     def answer(self, y: torch.Tensor, call: Call) -> torch.Tensor:
         """What the experts made of the call's rows."""

@@ -227,7 +227,7 @@ class EpBuffer:
                     f"mode {call.mode.value} cannot be captured in a graph: its host waits for counts; "
                     "use direct or hybrid, or no graph"
                 )
-            if call.layout is Layout.COMPACT and host_counts and self._fabric.capturing():
+            if call.exact and self._fabric.capturing():
                 raise ValueError("a captured dispatch cannot wait for the number of rows: use host_counts=False, or masked")
             if return_hook and not spec.hook:
                 raise ValueError(
@@ -258,13 +258,13 @@ class EpBuffer:
                 event = self._event()
             got = found[0]
             self._fabric.uses(got.rows, got.scales, got.topk_ids, got.topk_weights, got.counts)
-            return Dispatched(call, found, result, None, event)
+            return Dispatched(found, result, None, event)
         self._run(state, self._fabric.start_dispatch, call)
         if return_hook:
             state.pending = "dispatch hook"
-            return Dispatched(call, found, result, finish)
+            return Dispatched(found, result, finish)
         finish()
-        return Dispatched(call, found, result, None)
+        return Dispatched(found, result, None)
 
     @overload
     def combine(
@@ -306,13 +306,10 @@ class EpBuffer:
         Each partial sum that leaves a rank is rounded once to y's dtype, then the result.
         """
         self._check_alive()
-        if not isinstance(handle, Handle):
-            raise TypeError(f"handle is a {type(handle).__name__}; give the handle of the dispatch's result")
+        self._arguments.handle(handle, "the handle of the dispatch's result")
         for name, t in (("y", y), ("out", out)):
             if not isinstance(t, torch.Tensor) and (t is not None or name == "y"):
                 raise TypeError(f"{name} is a {type(t).__name__}; give a torch.Tensor")
-        if handle.owner is not self:
-            raise ValueError("the handle belongs to another buffer")
         call = handle.call
         if call is None or (state := self._lanes[call.lane]).call is not call or state.pending != "combine":
             raise RuntimeError(

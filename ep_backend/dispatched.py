@@ -32,12 +32,9 @@ class Dispatched:
     ``counts`` [e] int32: received rows by local expert (compact: picks by local expert).
     """
 
-    __slots__ = ("_call", "_found", "handle", "hook", "event")
+    __slots__ = ("_found", "handle", "hook", "event")
 
-    def __init__(
-        self, call: Call, found: list[Received], handle: Handle, hook: Callable[[], None] | None, event: Any = None
-    ) -> None:
-        self._call = call
+    def __init__(self, found: list[Received], handle: Handle, hook: Callable[[], None] | None, event: Any = None) -> None:
         self._found = found  # empty until the dispatch is finished; nothing else keeps the tensors
         self.handle = handle
         self.hook = hook

@@ -79,6 +79,7 @@ class Workload:
         self.inputs = draw(case, me.rank, me.size, me.device)
         self.out = torch.empty_like(self.inputs.x)
         self.got: Any = None
+        self.call: Any = None
         self.y: Any = None
 
     def dispatch(self) -> None:
@@ -93,13 +94,14 @@ class Workload:
             host_counts=c.host_counts,
             sms=c.sms,
         )
+        self.call = self.got.handle.call
 
     def combine(self) -> None:
         self.buffer.combine(self.y, self.got.handle, out=self.out)
 
     def blocks(self, op: str) -> dict[str, list[int]]:
         """Of every launch of the last call's operation, by kernel; the nvshmem fabric's."""
-        call = self.got._call
+        call = self.call
         found: dict[str, list[int]] = {}
         for part in ("count", op) if call.mode is Mode.NORMAL and op == "dispatch" else (op,):
             for one in call.state.plan.launches(part, call, send=True, receive=True):

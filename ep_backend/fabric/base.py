@@ -83,6 +83,11 @@ class Call:
         return (self.epoch << 1 | self.lane) & COUNT_MASK
 
     @property
+    def exact(self) -> bool:
+        """Compact rows are cut to their number, for which the host waits unless it is known."""
+        return self.layout is Layout.COMPACT and self.host_counts
+
+    @property
     def stays(self) -> bool:
         """Combine reads this rank's own answers from y. Between the phases of a split call the caller may use y's memory for
         something else."""

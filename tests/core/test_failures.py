@@ -387,11 +387,11 @@ def test_a_handle_on_some_ranks_only(ranks: Any) -> None:
     assert any("with a handle" in o.message for o in found)
 
 
-def different_handles(world: World, size: int) -> str:
+def different_handles(world: World) -> str:
     """Counts of one round in a call that others make with those of another: rows that nobody sends would be waited for."""
     buffer = world.make(gpus_per_node=2)
     handles = [
-        Round(world, buffer, oracle.make_case(seed, [4] * size), "normal", lane=lane).run().got.handle
+        Round(world, buffer, oracle.make_case(seed, [4] * world.size), "normal", lane=lane).run().got.handle
         for seed, lane in ((1, 0), (2, 1))
     ]
     x = torch.zeros(4, buffer.config.hidden, dtype=torch.bfloat16, device=world.device)
@@ -403,7 +403,7 @@ def different_handles(world: World, size: int) -> str:
 
 
 def test_handles_of_different_rounds_are_told(ranks: Any, fabric: str) -> None:
-    said = ranks(4, fabric).run(different_handles, 4)
+    said = ranks(4, fabric).run(different_handles)
     told = [
         re.search(
             r"in dispatch of normal, lane 0, epoch 2, rank (.) repeats the dispatch of epoch 1 in lane (.) "

@@ -37,11 +37,13 @@ def test_limits_are_mirrored() -> None:
     assert f"kRingThreads = {32 * rings.MOST_WARPS};" in HEADER.with_name("ring.cuh").read_text()
 
 
-def test_faults_and_signatures_are_mirrored() -> None:
+def test_faults_parts_and_signatures_are_mirrored() -> None:
     text = HEADER.read_text()
     assert "enum class Fault : u64 { kNone, kTimeout, kDisagree, kAbort, kBadId, kSkipped, kTooMany, kOtherRound };" in text
     faults = fabric.TIMEOUT, fabric.DISAGREE, fabric.ABORT, fabric.BAD_ID, fabric.SKIPPED, fabric.TOO_MANY, fabric.OTHER_ROUND
     assert faults == (1, 2, 3, 4, 5, 6, 7)
+    assert "enum class Part : int { kAll, kFirst, kRest };" in text
+    assert (launch.ALL, launch.FIRST, launch.REST) == (0, 1, 2)
     assert f"kSignatureBits = {fabric.SIGNATURE_BITS}, kRepeats = 1 << {fabric.REPEATS.bit_length() - 1};" in text
     assert "kRefused = kCountMask;" in text and layout.REFUSED == layout.COUNT_MASK
 

@@ -64,7 +64,8 @@ class HostFabric:
         stats.dispatch.calls += 1
         with stats.dispatch.timed("send"), self._refusal_first(call):
             if call.epoch != self._answered[call.lane] + 1:  # a peer may still be writing records of a refused epoch
-                self.run(call, "dispatch", *self.await_intents(call))
+                peers = range(self.shape.ranks)
+                self.run(call, "dispatch", *(self.await_word(call, self.words.intent, peer, peer, []) for peer in peers))
             _protocol(call.mode).start_dispatch(self, call)
 
     def finish_dispatch(self, call: Call) -> Received:
@@ -132,10 +133,6 @@ class HostFabric:
                 return
             yield Blocked(peer, (call.epoch, 0), (epoch, count))
 
-    def await_intents(self, call: Call) -> list[Task]:
-        """Wait until every rank has begun the call's epoch, and so left all earlier ones."""
-        return [self.await_word(call, self.words.intent, peer, peer, []) for peer in range(self.shape.ranks)]
-
     def dispatch_rows(self, rank: int, lane: int, segment: int, count: int, stride: int) -> Bytes:
         base = layout.lane_offset(self.shape, lane) + self._regions.dispatch
         return self._heap.rows(rank, base + segment, count, stride)
@@ -163,6 +160,25 @@ class HostFabric:
             left.update(peer for peer in range(self.shape.ranks) if self._heap.load(self.rank, 8 * peer) == LEFT)
 
         run(tasks, record, self.config.timeout_s, check, waited, self._go_on_beside)
+
+    def check(self, call: Call, op: str) -> None:
+        """Raise if a peer failed, refused this epoch, or called something else in it."""
+        reason = self.failure()
+        if reason is not None:
+            raise EpFailed(f"rank {self.rank}, {op} of {call.mode.value}: {reason}")
+        if op != "dispatch":
+            return
+        for peer in range(self.shape.ranks):
+            epoch, signature = self.peek(call.lane, self.words.intent, peer)
+            # A peer in a later epoch cannot have completed this one without us, so somebody refused it.
+            if epoch > call.epoch or (epoch == call.epoch and signature == layout.REFUSED):
+                raise EpRefused(self._refusal(call))
+            signature &= (1 << PROPOSAL_SHIFT) - 1
+            if epoch == call.epoch and signature != _signature(call):
+                raise EpDisagree(
+                    f"in epoch {epoch} of lane {call.lane} rank {self.rank} called {_describe(_signature(call))} "
+                    f"and rank {peer} called {_describe(signature)}; all ranks must choose the same"
+                )
 
     def beside(self, call: Call, *tasks: Task) -> None:
         """Begin what peers need of this rank whatever its caller does next: any wait keeps it going."""
@@ -256,25 +272,6 @@ class HostFabric:
             if isinstance(e, (IndexError, ValueError)):
                 self.check(call, "dispatch")
             raise
-
-    def check(self, call: Call, op: str) -> None:
-        """Raise if a peer failed, refused this epoch, or called something else in it."""
-        reason = self.failure()
-        if reason is not None:
-            raise EpFailed(f"rank {self.rank}, {op} of {call.mode.value}: {reason}")
-        if op != "dispatch":
-            return
-        for peer in range(self.shape.ranks):
-            epoch, signature = self.peek(call.lane, self.words.intent, peer)
-            # A peer in a later epoch cannot have completed this one without us, so somebody refused it.
-            if epoch > call.epoch or (epoch == call.epoch and signature == layout.REFUSED):
-                raise EpRefused(self._refusal(call))
-            signature &= (1 << PROPOSAL_SHIFT) - 1
-            if epoch == call.epoch and signature != _signature(call):
-                raise EpDisagree(
-                    f"in epoch {epoch} of lane {call.lane} rank {self.rank} called {_describe(_signature(call))} "
-                    f"and rank {peer} called {_describe(signature)}; all ranks must choose the same"
-                )
 
     def _refusals(self, lane: int, epoch: int) -> list[tuple[int, str, list[tuple[int, int]]]]:
         """Each rank that refused the epoch, why, and what it used up with it."""

@@ -52,9 +52,9 @@ class _Plan:
     def __init__(self, call: Call, args: Args, made: Launches, outputs: Outputs) -> None:
         compact = call.layout is Layout.COMPACT
         self.args, self.outputs, self._made = args, outputs, made
-        self.exact = compact and call.host_counts  # the host waits for the number of rows, unless it is known
+        self.exact = call.exact
         self.kind = (not compact, casts(call), call.ids.dtype == torch.int64, made.ordered(call))  # as launch.CALL begins
-        self.fill = compact and not call.host_counts
+        self.fill = compact and not call.exact
         self.channels = made.channels(call)
         self._launches: dict[tuple[str, bool, bool], tuple[Launch, ...]] = {}
 

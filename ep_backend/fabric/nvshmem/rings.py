@@ -38,7 +38,7 @@ def count(s: Shape, call: Call, blocks: int) -> tuple[Launch, ...]:
 
 def _sends_ahead(call: Call) -> bool:
     """While the host waits for the number of rows, and makes tensors of that size, rings are filled: that waits for nobody."""
-    return call.layout is Layout.COMPACT and call.host_counts and not call.repeats
+    return call.exact and not call.repeats
 
 
 def dispatch(s: Shape, call: Call, blocks: int, ordered: bool) -> tuple[Launch, ...]:
